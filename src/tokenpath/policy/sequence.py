@@ -1,0 +1,86 @@
+"""The unit of scheduling: one sequence, and the plan of one engine step.
+
+A sequence is a list of token ids of which the first ``computed`` have their keys and values in the
+blocks of ``blocks``. Prefill, chunked prefill, decode and recomputation after a preemption are one
+case: a sequence has ``len(token_ids) - computed`` tokens left to compute, and when a step computes
+the last of them, its logits are sampled.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence stands; the scheduler alone moves it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sequence's scheduling state. Owned and mutated by the scheduler only."""
+
+    request_id: str
+    token_ids: list[int]
+    """The prompt, then the output sampled so far."""
+    prompt_tokens: int
+    """How many of ``token_ids`` are the prompt."""
+    max_tokens: int
+    """Most output tokens; prompt and output together never exceed the pool (checked on entry)."""
+    priority: int = 0
+    """Lower runs first."""
+    arrival: int = 0
+    """Order of arrival, given by the scheduler; kept through preemptions."""
+    cache_key: tuple[str, str] = ("", "")
+    """(salt, adapter): sequences with different keys never share blocks."""
+    state: SequenceState = SequenceState.WAITING
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    """Block ids in order: token ``i`` lives in ``blocks[i // block_tokens]``."""
+    cached_prompt_tokens: int | None = None
+    """Prompt tokens found in the prefix cache when first admitted; None before that."""
+    preemptions: int = 0
+
+    @property
+    def output_tokens(self) -> int:
+        """How many tokens were sampled so far."""
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose KV is missing; at least 1 while the sequence lives."""
+        return len(self.token_ids) - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``start … start + length - 1`` of one sequence, to be computed in this step."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the sequence's end, so that its last logits are sampled."""
+        return self.start + self.length == len(self.sequence.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one engine step computes. Block ids of every chunk's tokens are already allocated."""
+
+    chunks: tuple[Chunk, ...]
+    preempted: tuple[Sequence, ...] = ()
+    """Sequences sent back to the queue to make room; they will be computed again."""
+    admitted: tuple[Sequence, ...] = ()
+    """Sequences that left the queue in this plan (also after a preemption)."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed by the step."""
+        return sum(chunk.length for chunk in self.chunks)

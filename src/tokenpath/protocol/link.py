@@ -1,0 +1,78 @@
+"""Frames of the replica link: one connection per gateway and replica carries every request.
+
+The wire form of a frame is four bytes of big-endian length followed by that many bytes of
+MessagePack; ``ToReplica`` and ``FromReplica`` are tagged unions, so a decoder rejects a frame that
+is not of the protocol. One engine step sends one ``StepOutput`` with everything it produced.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tokenpath.protocol.errors import ErrorInfo
+from tokenpath.protocol.events import GenerationEvent
+from tokenpath.protocol.replica import ModelCard, ReplicaStats
+from tokenpath.protocol.request import GenerationRequest
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""A longer frame is a broken or hostile peer: the connection is closed."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First frame of each side."""
+
+    version: int
+    token: str = ""
+    """Shared secret that the fleet gave the replica at start."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    request: GenerationRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_id: str
+
+
+class StatsQuery(msgspec.Struct, frozen=True, tag="stats?"):
+    query_id: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    grace_s: float
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Loading: which part, and how far."""
+
+    what: str
+    fraction: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    card: ModelCard
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag="load-failed"):
+    error: ErrorInfo
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
+    """Everything one engine step produced, for the connection it belongs to."""
+
+    events: list[GenerationEvent]
+    stats: ReplicaStats | None = None
+
+
+class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
+    query_id: int
+    stats: ReplicaStats
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    aborted: int
+
+
+ToReplica = Hello | Submit | Abort | StatsQuery | Drain
+FromReplica = Hello | Progress | Ready | LoadFailed | StepOutput | StatsReply | Drained

@@ -1,0 +1,102 @@
+"""The one contract behind which every engine stands: native, managed or remote.
+
+The gateway and the router see a ``Replica`` and nothing else. Its methods may be called from one
+asyncio event loop only.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from tokenpath.protocol.events import GenerationEvent
+from tokenpath.protocol.request import GenerationRequest
+
+
+class ReplicaState(enum.StrEnum):
+    """Life of a replica."""
+
+    PENDING = "pending"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A replica's own truth at one moment. ``*_total`` only ever grow while the replica lives."""
+
+    requests_running: int = 0
+    requests_waiting: int = 0
+    waiting_tokens: int = 0
+    """Prompt tokens of the waiting requests that are not known to be cached."""
+    kv_blocks_used: int = 0
+    """Held by live requests."""
+    kv_blocks_cached: int = 0
+    """Held by nobody, reusable as a prefix, reclaimable at once."""
+    kv_blocks_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    preemptions_total: int = 0
+    steps_total: int = 0
+    step_seconds_total: float = 0.0
+    aborts_total: int = 0
+    resident_bytes: int = 0
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a replica says of the model it has loaded."""
+
+    name: str
+    architecture: str
+    parameters: int
+    vocab_size: int
+    max_context_tokens: int
+    """Most tokens a sequence may have: the model's context, the spec's cap, and the KV pool."""
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_blocks_total: int
+    block_tokens: int
+
+
+class Replica(Protocol):
+    """One running copy of a model."""
+
+    @property
+    def replica_id(self) -> str: ...
+
+    @property
+    def state(self) -> ReplicaState: ...
+
+    @property
+    def card(self) -> ModelCard | None:
+        """None until the model has loaded."""
+        ...
+
+    @property
+    def last_stats(self) -> ReplicaStats:
+        """The newest stats received; zeros before the first."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+        """Stream the events of one request.
+
+        Closing the iterator before its last event aborts the request in the replica within one
+        engine step. Raises ``NotReadyError``, ``DrainingError`` or ``ReplicaLostError`` when
+        there is nobody to answer.
+        """
+        ...
+
+    async def stats(self) -> ReplicaStats:
+        """Ask the replica now. Raises ``ReplicaLostError``."""
+        ...
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, wait up to ``grace_s`` for the running ones, abort the rest."""
+        ...
