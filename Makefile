@@ -1,0 +1,45 @@
+# One word for each thing that a contributor does. `make help` lists them.
+
+SHELL := /bin/bash
+BIN := .venv/bin
+MODEL ?=
+SPEC ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check format soak docs clean
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: .venv/.complete ## Make .venv with everything in it
+
+.venv/.complete: pyproject.toml constraints.txt scripts/setup.sh
+	@scripts/setup.sh
+
+serve: .venv/.complete ## Serve a real model: MODEL=gemma-3-270m SPEC=file.yaml ARGS='--port 9000'
+	@$(BIN)/tokenpath serve $(SPEC) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+test: .venv/.complete check ## Everything that must hold before a commit
+	@$(BIN)/tokenpath models pull gemma-3-270m
+	$(BIN)/pytest $(ARGS)
+
+check: .venv/.complete ## Lint, types and the rooms' import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/.complete ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: .venv/.complete ## The property tests at length: 10,000 examples each where it says so
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/policy --timeout 3600
+
+docs: .venv/.complete ## Regenerate the reference pages that come from the code
+	$(BIN)/tokenpath spec docs
+
+clean: ## Remove the environment and every cache
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,26 @@
+"""Shared fixtures. ``HYPOTHESIS_PROFILE=soak`` runs the property tests at length."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.register_profile("soak", settings.get_profile("default"), max_examples=10_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def gemma_path() -> Path:
+    """The real Gemma 3 270M GGUF; `make test` pulls it before the tests start."""
+    from tokenpath.config.paths import models_dir
+    from tokenpath.models.source import resolve
+
+    return resolve("gemma-3-270m", models_dir=models_dir(), pull=False)
