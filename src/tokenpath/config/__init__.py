@@ -1,4 +1,4 @@
-"""The one validated spec: its pydantic models, its reader with line numbers, and the places on disk.
+"""The one validated spec: pydantic models, a reader that knows lines, and the places on disk.
 
 Part of the floor: imports ``protocol`` only.
 """

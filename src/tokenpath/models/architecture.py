@@ -51,7 +51,7 @@ class ModelConfig:
     rope_theta_local: float | None = None
     """Base of the sliding layers' rotary embedding, where it differs (Gemma 3: 10,000)."""
     rope_scaling: RopeScaling | None = None
-    """Applies to full-attention layers only."""
+    """Applies to all layers, except to sliding ones that have ``rope_theta_local``."""
     tie_embeddings: bool = False
     """The output head is the input embedding."""
     attention_bias: bool = False

@@ -1,4 +1,4 @@
-"""The types that travel along the path: requests, events, errors, stages and the replica link's frames.
+"""The types that travel: requests, events, errors, stages and the replica link's frames.
 
 Everything here is plain data (frozen msgspec structs) that any room may hold and any process may
 send. This room imports nothing of tokenpath, only msgspec and the standard library, so that a

@@ -6,6 +6,8 @@
     ├── InvalidRequestError          400  invalid_request
     │   ├── ContextLengthError       400  context_length_exceeded
     │   ├── UnsupportedError         400  unsupported_parameter
+    │   ├── MethodNotAllowedError    405  method_not_allowed    (Allow)
+    │   ├── SlowBodyError            408  request_timeout
     │   └── BodyTooLargeError        413  body_too_large
     ├── AuthenticationError          401  invalid_api_key
     ├── PermissionDeniedError        403  permission_denied
@@ -19,11 +21,11 @@
     │   └── ReplicaLostError         503  replica_lost
     ├── CancelledError               499  cancelled
     ├── EngineError                  500  engine_error
-    ├── SpecError                     –   invalid_spec          (exit code 2)
-    └── ModelError                    –   model_error           (exit code 3)
-        ├── ModelFileError            –   model_file_invalid
-        ├── ModelUnsupportedError     –   model_unsupported
-        └── PullError                 –   pull_failed
+    ├── SpecError                     -   invalid_spec          (exit code 2)
+    └── ModelError                    -   model_error           (exit code 3)
+        ├── ModelFileError            -   model_file_invalid
+        ├── ModelUnsupportedError     -   model_unsupported
+        └── PullError                 -   pull_failed
 
 A client may depend on ``code``; the sentence may change. Lower libraries' exceptions are mapped to
 one of these once, where the library is called. The last branches happen on the operator's
@@ -90,6 +92,21 @@ class UnsupportedError(InvalidRequestError):
     """A field that this server knows but does not implement for this model."""
 
     code = "unsupported_parameter"
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    """The path exists, but not for this HTTP method."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class SlowBodyError(InvalidRequestError):
+    """The request body did not arrive in the time a client has for it."""
+
+    code = "request_timeout"
+    http_status = 408
+    retryable = True
 
 
 class BodyTooLargeError(InvalidRequestError):

@@ -1,4 +1,4 @@
-"""What comes back left: a stream of ``TokenDelta`` closed by one that carries a ``Finish``, or a ``Failed``.
+"""What comes back left: ``TokenDelta``s, closed by one with a ``Finish`` or by a ``Failed``.
 
 Per request the order is: zero or more deltas without ``finish``, then exactly one delta with it or
 exactly one ``Failed``. A token id and its logprob travel in the delta that releases the token's

@@ -1,1 +1,1 @@
-"""From a model's name to the replica that answers. Imports ``fleet``'s client side and the floor."""
+"""From a model's name to a replica. Imports ``fleet``'s client side and the floor."""

@@ -1,1 +1,1 @@
-"""Model families: one file each, built from ``engine.layers``. Adding one takes a file and a reference test."""
+"""Model families, one file each on shared layers; a new one takes a file and a reference test."""

@@ -1,0 +1,131 @@
+"""From a spec to models on this disk that are ready to be served: chosen, fetched, opened.
+
+Everything that can be wrong about a model is found here, in this process and before an engine is
+started: a misspelt source, a broken file, a template that does not compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenpath.config.spec import Model, Spec
+from tokenpath.models import choice, gguf_tokenizer, hf_folder, memory
+from tokenpath.models.local import LocalModel, open_model
+from tokenpath.models.progress import Progress
+from tokenpath.models.sizes import human_bytes
+from tokenpath.models.source import resolve
+from tokenpath.models.spelling import Source, parse_source
+from tokenpath.models.template import ChatTemplate, read_chat_template
+from tokenpath.models.tokenizer import Tokenizer
+from tokenpath.protocol.errors import SpecError
+
+_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyModel:
+    """A model that an engine can be started for."""
+
+    name: str
+    spec: Model
+    local: LocalModel
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+def prepare(
+    spec: Spec, *, models_dir: Path, progress: Progress, say: Callable[[str], None]
+) -> list[ReadyModel]:
+    """Choose, pull and open every model of the spec; ``say`` is told what is being done.
+
+    Raises ``ModelError`` and ``SpecError``, each naming the model at fault.
+    """
+    chosen = _choose(spec, models_dir, say)
+    ready = []
+    for model, source in chosen:
+        name = model.name or source.name
+        path = resolve(source.text, models_dir=models_dir, progress=progress)
+        local = open_model(path, name=name)
+        say(f"Model {name}: {local.config.architecture}, {memory.parameters(local):,} parameters, "
+            f"{local.path}")  # fmt: skip
+        ready.append(
+            ReadyModel(
+                name=name,
+                spec=model,
+                local=local,
+                tokenizer=local.tokenizer(),
+                template=_template(model, local),
+            )
+        )
+    return ready
+
+
+def _choose(spec: Spec, models_dir: Path, say: Callable[[str], None]) -> list[tuple[Model, Source]]:
+    """A source for each model, so that all of them together fit in memory."""
+    available = memory.available_bytes()
+    chosen: list[tuple[Model, Source]] = []
+    for model in spec.models:
+        dtype = _expected_dtype(model.engine.dtype)
+        kv_bytes = model.engine.kv_cache_bytes
+        listed = [model.source] if isinstance(model.source, str) else model.source
+        source = choice.first_that_fits(
+            listed,
+            models_dir=models_dir,
+            dtype=dtype,
+            kv_cache_bytes=kv_bytes,
+            available_bytes=available,
+        )
+        needed = choice.estimate_bytes(source, models_dir, dtype, kv_bytes)
+        _explain(source, listed, needed, available, say)
+        available = max(0, available - (needed or 0))
+        chosen.append((model, source))
+    names = [model.name or source.name for model, source in chosen]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise SpecError(f"two models are called {repeated[0]!r}; give one of them another name")
+    return chosen
+
+
+def _explain(
+    source: Source,
+    listed: list[str],
+    needed: int | None,
+    available: int,
+    say: Callable[[str], None],
+) -> None:
+    if needed is None:
+        return
+    room = f"about {human_bytes(needed)} needed, {human_bytes(available)} available"
+    if needed > available:
+        say(f"Warning: {source.text} may not fit in memory ({room}).")
+    elif len(listed) > 1:
+        skipped = listed[: [parse_source(text).text for text in listed].index(source.text)]
+        why = f"{', '.join(skipped)} would not fit" if skipped else "the first choice fits"
+        say(f"Serving {source.text}: {why} ({room}).")
+
+
+def _template(model: Model, local: LocalModel) -> ChatTemplate | None:
+    if model.chat_template is None:
+        return local.chat_template()
+    tokens = (
+        hf_folder.template_tokens(local.path)
+        if local.gguf is None
+        else gguf_tokenizer.template_tokens(local.gguf)
+    )
+    return read_chat_template(Path(model.chat_template).expanduser(), *tokens)
+
+
+def _expected_dtype(named: str) -> memory.Dtype:
+    """The type the engine will choose, told without loading torch; the larger one if unknown."""
+    if named == "float32":
+        return "float32"
+    if named == "bfloat16":
+        return "bfloat16"
+    try:
+        flags = set(_CPU_INFO.read_text().split())
+    except OSError:
+        return "float32"
+    return "bfloat16" if flags & _BFLOAT16_FLAGS else "float32"

@@ -1,0 +1,234 @@
+"""The life of a server: engines started, requests answered, and an end in good order.
+
+Everything runs on one event loop: the HTTP server, the links to the engine processes and the
+signals. The first SIGINT or SIGTERM asks the server to stop: new requests are refused, running ones
+may finish within the spec's grace, then the engines end and the exit code is 0. A second one
+insists: everything ends now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from tokenpath.cli import banner, listening
+from tokenpath.cli.banner import Say
+from tokenpath.cli.deployment import ReadyModel
+from tokenpath.cli.errors import INTERRUPTED
+from tokenpath.config.spec import Spec
+from tokenpath.fleet.local import LocalFleet, LocalReplica, ReplicaPlan
+from tokenpath.gateway.app import App, create_app
+from tokenpath.gateway.auth import Authenticator
+from tokenpath.observe.metrics import Metrics
+from tokenpath.router.router import Router
+from tokenpath.router.served import ServedModel
+
+KEEP_ALIVE_S = 75
+"""Longer than clients and proxies keep an idle connection, so that it is they who close it and no
+request is sent into a connection that is just being closed."""
+LAST_WORDS_S = 3
+"""For connections to close after the last request has ended."""
+ENDING_S = 10.0
+"""For connections and engines together. What is left then ends with this process."""
+
+_log = logging.getLogger("tokenpath.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Who may come in, for the banner."""
+
+    line: str
+    key_needed: bool
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its own signal handlers, which would end requests that may still finish."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """One run of the HTTP server and its engines."""
+
+    def __init__(
+        self,
+        *,
+        spec: Spec,
+        models: Sequence[ReadyModel],
+        bound: socket.socket,
+        authenticator: Authenticator,
+        door: Callable[[], Door],
+        say: Say,
+    ) -> None:
+        self._spec = spec
+        self._models = models
+        self._bound = bound
+        self._authenticator = authenticator
+        self._door = door
+        self._say = say
+        self._loading: dict[str, str] = {}
+
+    async def run(self) -> int:
+        """Serve until a signal; 0 after an orderly end, 130 after an insisted one.
+
+        Raises the error of an engine that cannot load its model.
+        """
+        asked = _on_signals()
+        fleet = LocalFleet([_replica_plan(m) for m in self._models], on_progress=self._progressed)
+        app = create_app(
+            spec=self._spec,
+            router=Router(_served(self._models, fleet.replicas)),
+            authenticator=self._authenticator,
+            metrics=Metrics(),
+        )
+        http = _QuietServer(_http_config(app))
+        listening.listen(self._bound)
+        serving = asyncio.create_task(http.serve(sockets=[self._bound]))
+        try:
+            try:
+                await self._until_asked(asked, fleet, serving)
+                await self._drain(app)
+            except Exception:
+                await _end(http, serving, fleet)
+                raise
+            await _end(http, serving, fleet)
+        except asyncio.CancelledError:
+            # The second signal. Clients are told; the tasks that hold the engines are cancelled
+            # as the loop ends, and kill them on their way out.
+            http.should_exit = http.force_exit = True
+            await app.draining.drain(0)
+            return INTERRUPTED
+        self._say("Stopped.")
+        return 0
+
+    async def _until_asked(
+        self, asked: asyncio.Event, fleet: LocalFleet, serving: asyncio.Task[None]
+    ) -> None:
+        """Load the models and return when a signal came. Raises what ends the server before."""
+        loading = asyncio.create_task(self._load(fleet))
+        stopping = asyncio.create_task(asked.wait())
+        try:
+            await asyncio.wait({serving, loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            loading.cancel()
+            stopping.cancel()
+
+    async def _load(self, fleet: LocalFleet) -> None:
+        """Start the engines and tell when the models can be used."""
+        url = listening.url(self._bound)
+        self._say(f"Listening on {url}, loading {', '.join(m.name for m in self._models)}.")
+        await fleet.start()
+        await fleet.wait_ready()
+        for replica in fleet.replicas:
+            if replica.card is not None:
+                self._say(banner.loaded_line(replica.card))
+        door = self._door()
+        self._say(door.line)
+        self._say(f"Ready at {url} (its API is described at {url}/docs). Try:")
+        for model in self._models:
+            chat = model.template is not None
+            line = banner.curl_line(url, model.name, chat=chat, key_needed=door.key_needed)
+            self._say(f"  {line}")
+
+    def _progressed(self, replica_id: str, what: str, fraction: float) -> None:
+        """One line for each part of the loading, not for each step of it."""
+        _log.debug("%s: %s %.0f %%", replica_id, what, fraction * 100)
+        if self._loading.get(replica_id) != what:
+            self._loading[replica_id] = what
+            self._say(f"Loading {replica_id}: {what} …")
+
+    async def _drain(self, app: App) -> None:
+        grace_s = self._spec.gateway.shutdown_grace_s
+        running = app.draining.running
+        self._say(
+            f"Stopping; requests still running ({running}) may finish within {grace_s:g} s. "
+            "Ctrl-C again ends them now."
+            if running
+            else "Stopping."
+        )
+        ended = await app.draining.drain(grace_s)
+        if ended:
+            _log.warning("%d requests were ended after the grace of %g s", ended, grace_s)
+
+
+async def _end(http: uvicorn.Server, serving: asyncio.Task[None], fleet: LocalFleet) -> None:
+    """Close what is left of the connections and end the engines."""
+    http.should_exit = True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ENDING_S):
+            await asyncio.gather(serving, fleet.stop(0))
+
+
+def _on_signals() -> asyncio.Event:
+    """Set the event at the first SIGINT or SIGTERM; cancel the current task at the second."""
+    asked = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+
+    def take() -> None:
+        if not asked.is_set():
+            asked.set()
+        elif not task.cancelling():
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, take)
+    return asked
+
+
+def _replica_plan(model: ReadyModel) -> ReplicaPlan:
+    return ReplicaPlan(
+        replica_id=f"{model.name}-0",
+        name=model.name,
+        model=model.local.path,
+        engine=model.spec.engine,
+    )
+
+
+def _served(models: Sequence[ReadyModel], replicas: Sequence[LocalReplica]) -> list[ServedModel]:
+    """Each model with its one replica."""
+    created = int(time.time())
+    return [
+        ServedModel(
+            name=model.name,
+            created=created,
+            tokenizer=model.tokenizer,
+            template=model.template,
+            replicas=[replica],
+            max_running=model.spec.engine.max_running,
+        )
+        for model, replica in zip(models, replicas, strict=True)
+    ]
+
+
+def _http_config(app: App) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # Who the client is does not matter here, and headers that claim it are not to be trusted.
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_WORDS_S,
+    )

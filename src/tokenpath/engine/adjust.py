@@ -1,0 +1,70 @@
+"""Edits of single logits before sampling: bias, penalties and masks.
+
+They touch a few entries of a few rows, so each is one gather and one scatter over the entries of
+all rows together, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from tokenpath.engine.rows import Ints
+from tokenpath.engine.sampling_state import SamplingState
+
+
+def add_bias(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    """Add every row's ``logit_bias`` to float32 ``[rows, vocab]`` logits, in place."""
+    rows = [row for row, state in enumerate(states) if len(state.bias_ids)]
+    if not rows:
+        return
+    where = _places(logits, rows, [states[row].bias_ids for row in rows])
+    values = np.concatenate([states[row].bias_values for row in rows])
+    logits[where] += torch.from_numpy(values).to(logits.device)
+
+
+def penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    """Apply the repetition, frequency and presence penalties, in place.
+
+    The repetition penalty divides a positive logit and multiplies a negative one; the other two
+    are then subtracted.
+    """
+    rows = [row for row, state in enumerate(states) if state.penalized]
+    ids = [states[row].counts.ids for row in rows]
+    if not any(map(len, ids)):
+        return
+    where = _places(logits, rows, ids)
+    counts = torch.from_numpy(np.concatenate([states[row].counts.counts for row in rows]))
+    counts = counts.to(logits.device)
+    lengths = torch.tensor([len(i) for i in ids])
+
+    def per_entry(penalty: Callable[[SamplingState], float]) -> torch.Tensor:
+        values = torch.tensor([penalty(states[row]) for row in rows], dtype=torch.float32)
+        return values.repeat_interleave(lengths).to(logits.device)
+
+    repetition = per_entry(lambda state: state.params.repetition_penalty)
+    values = logits[where]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= counts * per_entry(lambda state: state.params.frequency_penalty)
+    values -= (counts > 0) * per_entry(lambda state: state.params.presence_penalty)
+    logits[where] = values
+
+
+def mask_ends(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    """Make end tokens impossible in rows that have not reached ``min_tokens``, in place."""
+    rows = [row for row, state in enumerate(states) if state.ends_masked]
+    if rows:
+        logits[_places(logits, rows, [states[row].end_ids for row in rows])] = -torch.inf
+
+
+def _places(
+    logits: torch.Tensor, rows: Sequence[int], ids: Sequence[Ints]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of the entries ``(rows[i], each of ids[i])``."""
+    row_index = np.repeat(rows, [len(i) for i in ids])
+    return (
+        torch.from_numpy(row_index).to(logits.device),
+        torch.from_numpy(np.concatenate(ids)).to(logits.device),
+    )

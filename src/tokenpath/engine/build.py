@@ -1,0 +1,151 @@
+"""Assembles an engine from a model and its settings, or says why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import psutil
+import torch
+
+from tokenpath.config.spec import EngineSettings
+from tokenpath.engine.core import EngineCore
+from tokenpath.engine.cpus import usable_cpus
+from tokenpath.engine.kv_cache import kv_blocks_for
+from tokenpath.engine.precision import choose_dtype
+from tokenpath.engine.runner import ModelRunner
+from tokenpath.models import memory
+from tokenpath.models.detokenizer import IncrementalDetokenizer
+from tokenpath.models.local import LocalModel
+from tokenpath.models.sizes import human_bytes
+from tokenpath.models.tokenizer import Tokenizer
+from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
+from tokenpath.protocol.errors import ModelError, SpecError
+from tokenpath.protocol.replica import ModelCard
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction of it that is."""
+
+
+def build_engine(
+    model: LocalModel,
+    settings: EngineSettings,
+    *,
+    name: str,
+    progress: Progress | None = None,
+    available_bytes: Callable[[], int] = memory.available_bytes,
+) -> EngineCore:
+    """Load a model and put an engine around it; takes seconds.
+
+    Sets torch's number of threads for the whole process.
+
+    Raises:
+        ModelError: the weights alone do not fit in memory, or the model cannot be loaded (one of
+            its leaves).
+        SpecError: the settings do not fit the machine or the model.
+    """
+    device = _device(settings.device)
+    dtype = choose_dtype(settings.dtype, settings.device)
+    torch.set_num_threads(settings.threads or usable_cpus())
+    context = min(model.config.max_context_tokens, settings.max_context_tokens or 1 << 62)
+    num_blocks = kv_blocks_for(
+        model.config,
+        dtype,
+        block_tokens=settings.block_tokens,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        max_context_tokens=None if settings.max_context_tokens is None else context,
+    )
+    block_bytes = settings.block_tokens * model.config.kv_bytes_per_token(dtype.itemsize)
+    if device.type == "cpu":
+        _check_memory(model, dtype, num_blocks, block_bytes, available_bytes())
+    if progress is not None:
+        progress("reading the tokenizer", 0.0)
+    tokenizer = model.tokenizer()
+    runner = ModelRunner(
+        model,
+        dtype=dtype,
+        device=settings.device,
+        num_blocks=num_blocks,
+        block_tokens=settings.block_tokens,
+        progress=progress,
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_step_tokens=settings.max_step_tokens,
+            max_running=settings.max_running,
+            block_tokens=settings.block_tokens,
+            num_blocks=num_blocks,
+            max_context_tokens=context,
+            prefix_cache=settings.prefix_cache,
+        )
+    )
+    card = ModelCard(
+        name=name,
+        architecture=model.config.architecture,
+        parameters=runner.parameters,
+        vocab_size=model.config.vocab_size,
+        max_context_tokens=scheduler.capacity_tokens,
+        dtype=str(dtype).removeprefix("torch."),
+        weight_bytes=runner.weight_bytes,
+        kv_bytes_per_token=runner.kv_bytes_per_token,
+        kv_blocks_total=num_blocks,
+        block_tokens=settings.block_tokens,
+    )
+    process = psutil.Process()
+    return EngineCore(
+        runner,
+        scheduler,
+        text=_ModelText(tokenizer),
+        card=card,
+        eos_ids=model.config.eos_ids,
+        resident_bytes=lambda: int(process.memory_info().rss),
+    )
+
+
+class _ModelText:
+    """A model's tokenizer as the core wants it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+    def detokenizer(self, stop: Sequence[str]) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self._tokenizer, stop)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise SpecError(f"device {name!r} cannot be used: {first_line}", param="device") from error
+    return device
+
+
+def _check_memory(
+    model: LocalModel, dtype: torch.dtype, num_blocks: int, block_bytes: int, available: int
+) -> None:
+    """Refuse what would be killed, or would swap, and say what would fit."""
+    element: memory.Dtype = "float32" if dtype == torch.float32 else "bfloat16"
+    weights = memory.weight_bytes(model, element)
+    fixed = memory.needed_bytes(model, element, 0)
+    pool = num_blocks * block_bytes
+    if fixed + pool <= available:
+        return
+    fits = (available - fixed) // block_bytes * block_bytes
+    have = f"{human_bytes(available)} of memory are available"
+    if fits < block_bytes:
+        hint = "; bfloat16 takes half" if element == "float32" else ""
+        raise ModelError(
+            f"{model.name} does not fit: {have}, but its weights take {human_bytes(weights)} in "
+            f"{element} and running them {human_bytes(fixed - weights)} more{hint}"
+        )
+    raise SpecError(
+        f"{model.name} does not fit with a KV cache of {human_bytes(pool)}: {have}, and "
+        f"{human_bytes(fixed)} of it go to the weights and to running them; the largest "
+        f"kv_cache_bytes that fits is {fits}",
+        param="kv_cache_bytes",
+    )

@@ -1,0 +1,74 @@
+"""Plain PyTorch kernels: correct on every device, and the reference for faster backends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from tokenpath.engine.batch import StepBatch
+from tokenpath.engine.kernels.base import Activation, AttentionSpec, AttentionStep
+from tokenpath.engine.kernels.torch_attention import plan_torch_attention
+from tokenpath.engine.kv_cache import KvLayer
+from tokenpath.engine.rotary import Angles
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """The weights as they came; what it eats is a tensor [T, in] in their dtype."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBackend:
+    """A ``KernelBackend`` of torch calls."""
+
+    dtype: torch.dtype
+    device: str
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchLinear:
+        return TorchLinear(weight, bias)
+
+    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(token_ids, table)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight.dim() == 1:
+            return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+        return functional.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight).to(x.dtype)
+
+    def norm_input(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.norm(x, weight, eps)
+
+    def gated_input(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "silu":
+            return functional.silu(gate).mul_(up)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+
+    def rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        wide = x.float()
+        swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+        return torch.addcmul(wide * angles.cos, swapped, angles.sin).to(x.dtype)
+
+    def write_kv(
+        self, kv: KvLayer, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        kv.keys.flatten(0, 1).index_copy_(0, slots, keys)
+        kv.values.flatten(0, 1).index_copy_(0, slots, values)
+
+    def plan_attention(
+        self, batch: StepBatch, specs: Collection[AttentionSpec]
+    ) -> Mapping[AttentionSpec, AttentionStep]:
+        return plan_torch_attention(batch, specs, dtype=self.dtype, device=self.device)

@@ -1,0 +1,86 @@
+"""The paged keys and values: one pair of tensors a layer, cut into blocks of equal size.
+
+Which block belongs to whom is the scheduler's business; this module owns the memory and knows how
+much of it a model takes.
+
+Layers with a sliding window keep the keys and values of *all* tokens, like the others, and the
+window is applied when attention reads. It costs memory, but a block then always holds everything
+about its tokens, so that a prefix found in the cache is right whatever the layer's kind and
+however far beyond the window the prefix reaches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenpath.models.architecture import ModelConfig
+from tokenpath.protocol.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """One layer's pool: two tensors [num_blocks, block_tokens, kv_heads, head_dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """All layers' pools, on one device in one dtype."""
+
+    layers: tuple[KvLayer, ...]
+
+
+def allocate_kv_cache(
+    config: ModelConfig, *, num_blocks: int, block_tokens: int, dtype: torch.dtype, device: str
+) -> KvCache:
+    """Zeroed pools for ``num_blocks`` blocks of ``block_tokens`` tokens.
+
+    They are zeroed rather than left uninitialised so that the memory is really there: a machine
+    without enough of it fails at the start, not in the middle of somebody's request.
+    """
+    shape = (num_blocks, block_tokens, config.kv_heads, config.head_dim)
+
+    def pool() -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return KvCache(tuple(KvLayer(pool(), pool()) for _ in range(config.layers)))
+
+
+def kv_blocks_for(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    block_tokens: int,
+    kv_cache_bytes: int,
+    kv_cache_tokens: int | None = None,
+    max_context_tokens: int | None = None,
+) -> int:
+    """How many blocks the pool gets.
+
+    ``kv_cache_tokens``, when given, decides (rounded up to whole blocks); otherwise as many blocks
+    as fit into ``kv_cache_bytes``. Raises ``SpecError`` if that is not even one block, or less
+    than one sequence of ``max_context_tokens``, where the operator asked for that.
+    """
+    per_token = config.kv_bytes_per_token(dtype.itemsize)
+    if kv_cache_tokens is not None:
+        blocks = -(-kv_cache_tokens // block_tokens)
+    else:
+        blocks = kv_cache_bytes // (per_token * block_tokens)
+    if blocks < 1:
+        raise SpecError(
+            f"kv_cache_bytes is {kv_cache_bytes}, but one block of {block_tokens} tokens takes "
+            f"{per_token * block_tokens} bytes; give at least that much",
+            param="kv_cache_bytes",
+        )
+    held = blocks * block_tokens
+    if max_context_tokens is not None and held < max_context_tokens:
+        raise SpecError(
+            f"max_context_tokens is {max_context_tokens}, but the KV cache holds {held} tokens "
+            f"({per_token} bytes each); raise kv_cache_bytes or lower max_context_tokens",
+            param="max_context_tokens",
+        )
+    return blocks

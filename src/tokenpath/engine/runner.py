@@ -1,0 +1,82 @@
+"""Runs a model: one plan of the scheduler in, the logits to be sampled out.
+
+The runner owns the weights and the KV pool and knows nothing of requests, sampling or time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenpath.engine.batch import build_batch
+from tokenpath.engine.families.registry import find_family
+from tokenpath.engine.kernels.torch_backend import TorchBackend
+from tokenpath.engine.kv_cache import allocate_kv_cache
+from tokenpath.engine.layers import Decoder, Step
+from tokenpath.engine.loading import Progress, WeightLoader
+from tokenpath.engine.rotary import rotaries
+from tokenpath.models.architecture import ModelConfig
+from tokenpath.models.local import LocalModel
+from tokenpath.policy.sequence import StepPlan
+
+
+class ModelRunner:
+    """A loaded model with its KV pool. Not thread-safe: one step at a time."""
+
+    def __init__(
+        self,
+        model: LocalModel,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        num_blocks: int,
+        block_tokens: int,
+        progress: Progress | None = None,
+    ) -> None:
+        """Load the weights and allocate the pool.
+
+        Raises ``ModelUnsupportedError`` for an unknown family, ``ModelFileError`` for tensors
+        that do not fit the model's metadata.
+        """
+        self.config: ModelConfig = model.config
+        self.dtype = dtype
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._device = device
+        self._backend = TorchBackend(dtype, device)
+        weights = WeightLoader(model, self._backend, dtype, device, progress)
+        with torch.inference_mode():
+            self._decoder: Decoder = find_family(self.config).build(self.config, weights)
+            weights.finish()
+            self._rotaries = rotaries(self.config, device)
+            self._cache = allocate_kv_cache(
+                self.config,
+                num_blocks=num_blocks,
+                block_tokens=block_tokens,
+                dtype=dtype,
+                device=device,
+            )
+        self.weight_bytes = weights.weight_bytes
+        """Memory of the weights as held."""
+        self.parameters = weights.parameters
+        self.kv_bytes_per_token = self.config.kv_bytes_per_token(dtype.itemsize)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> torch.Tensor:
+        """Compute a plan of at least one chunk.
+
+        Returns float32 [chunks that sample, vocab], in the order of the plan's chunks. Keys and
+        values of all the plan's tokens are in the pool afterwards; running the plan again gives
+        the same result.
+        """
+        batch = build_batch(plan, self.block_tokens)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        step = Step(
+            token_ids=torch.from_numpy(batch.token_ids).to(self._device),
+            slots=torch.from_numpy(batch.slots).to(self._device),
+            angles={kind: rotary.angles(positions) for kind, rotary in self._rotaries.items()},
+            attention=self._backend.plan_attention(batch, self._decoder.attention_specs),
+            cache=self._cache,
+        )
+        hidden = self._decoder.hidden(step)
+        rows = torch.from_numpy(batch.sampled_rows).to(self._device)
+        return self._decoder.logits(hidden.index_select(0, rows))

@@ -1,0 +1,210 @@
+"""From logits to tokens: one pass over a batch whose rows have different sampling parameters.
+
+The order of operations, per row:
+
+1. ``logit_bias`` is added;
+2. log probabilities, if asked for, are taken here;
+3. the repetition penalty, then the frequency and presence penalties;
+4. end and stop tokens are masked while fewer than ``min_tokens`` were generated;
+5. temperature 0 takes the largest logit, the lowest id on a tie; otherwise
+6. logits are divided by the temperature, and top-k, top-p (over what top-k left) and min-p cut;
+7. one uniform number per (seed, position) picks a token by the inverse of the cumulative
+   distribution: in order of probability (id on a tie) after a cut, in order of id without one.
+
+Passes over the whole vocabulary are batched and done only if some row needs them; what remains is
+small, and computed per row in float64. A row's result never depends on the other rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
+import torch
+
+from tokenpath.engine.adjust import add_bias, mask_ends, penalize
+from tokenpath.engine.logprobs import ScoreTable, TokenScores
+from tokenpath.engine.randomness import uniform
+from tokenpath.engine.rows import (
+    CHUNK,
+    Doubles,
+    Floats,
+    Ints,
+    Rows,
+    chunked,
+    masses,
+    select,
+    softmax_blocks,
+    to_numpy,
+)
+from tokenpath.engine.sampling_state import SamplingState
+from tokenpath.protocol.errors import EngineError, TokenpathError
+from tokenpath.protocol.request import SamplingParams
+
+_COLDEST = 1e-5
+"""Below this temperature float32 quotients may overflow, and the draw is as good as greedy."""
+_NUCLEUS_STEPS = (2.0**-10, 2.0**-14, 2.0**-18)
+"""Probabilities down to which a nucleus is looked for before the whole vocabulary is sorted; no
+more than 1/p tokens can have a probability of p."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was drawn for one row."""
+
+    token_id: int
+    scores: TokenScores | None
+    """None unless the request asked for logprobs."""
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled | TokenpathError]:
+    """Draw one token per row of float32 ``[rows, vocab]`` logits, which are overwritten.
+
+    A row whose logits allow no choice (NaN, +inf, or nothing above -inf) yields an ``EngineError``
+    in its place. The states are read, not advanced: ``SamplingState.record`` does that.
+    """
+    add_bias(logits, states)
+    scores = ScoreTable(logits, states)
+    penalize(logits, states)
+    mask_ends(logits, states)
+    groups: defaultdict[_Method, list[int]] = defaultdict(list)
+    for row, state in enumerate(states):
+        groups[_method(state.params)].append(row)
+    tokens: dict[int, int | TokenpathError] = {}
+    for method, rows in groups.items():
+        drawn = method(select(logits, rows), [states[row] for row in rows])
+        tokens.update(zip(rows, drawn, strict=True))
+    return [
+        token if isinstance(token, TokenpathError) else Sampled(token, scores.of(row, token))
+        for row, token in sorted(tokens.items(), key=itemgetter(0))
+    ]
+
+
+_Draws = list[int | TokenpathError]
+_Method = Callable[[torch.Tensor, list[SamplingState]], _Draws]
+
+
+def _method(params: SamplingParams) -> _Method:
+    if params.temperature < _COLDEST:
+        return _greedy
+    if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+        return _filtered
+    return _unfiltered
+
+
+def _greedy(logits: torch.Tensor, _: list[SamplingState]) -> _Draws:
+    rows = Rows(logits)
+    return [
+        token if math.isfinite(best) else _no_choice(best)
+        for token, best in zip(rows.argmax().tolist(), rows.best.tolist(), strict=True)
+    ]
+
+
+def _unfiltered(logits: torch.Tensor, states: list[SamplingState]) -> _Draws:
+    """Draw from the whole distribution, walking the ids upwards; nothing is sorted."""
+    draws: _Draws = []
+    for block in softmax_blocks(logits, [state.params.temperature for state in states]):
+        chunks = chunked(block, padding=0)
+        cumulative = to_numpy(chunks.sum(-1)).astype(np.float64).cumsum(-1)
+        for row in range(len(block)):
+            state = states[len(draws)]
+            total = cumulative[row, -1]
+            if not np.isfinite(total):
+                draws.append(_no_choice(float(logits[len(draws)].amax())))
+                continue
+            target = _uniform(state) * total
+            chunk = int(np.searchsorted(cumulative[row], target, side="right"))
+            before = cumulative[row, chunk - 1] if chunk else 0.0
+            weights = to_numpy(chunks[row, chunk]).astype(np.float64)
+            draws.append(chunk * CHUNK + _invert(weights, target - before))
+    return draws
+
+
+def _filtered(logits: torch.Tensor, states: list[SamplingState]) -> _Draws:
+    rows = Rows(logits)
+    nuclei = [i for i, s in enumerate(states) if s.params.top_p < 1 and s.params.top_k <= 0]
+    sums: dict[int, float] = {}
+    if nuclei:
+        temperatures = [states[row].params.temperature for row in nuclei]
+        sums = dict(zip(nuclei, masses(select(logits, nuclei), temperatures), strict=True))
+    draws: _Draws = []
+    for row, state in enumerate(states):
+        if not np.isfinite(rows.best[row]):
+            draws.append(_no_choice(rows.best[row]))
+            continue
+        ids, weights = _candidates(rows, row, state.params, sums.get(row))
+        draws.append(int(ids[_invert(weights, _uniform(state) * weights.sum())]))
+    return draws
+
+
+def _candidates(
+    rows: Rows, row: int, params: SamplingParams, mass: float | None
+) -> tuple[Ints, Doubles]:
+    """Ids and weights (relative to the likeliest token's) of what the cuts leave, in order.
+
+    ``mass`` is the sum of all the row's weights; needed for top-p without top-k only.
+    """
+    best = float(rows.best[row])
+    floor = -np.inf
+    if params.min_p > 0:
+        exact = np.float32(best + params.temperature * np.log(params.min_p))
+        floor = float(np.nextafter(exact, np.float32(-np.inf)))  # the exact cut follows below
+    if params.top_k > 0:
+        ids, values = rows.largest(row, params.top_k)
+        weights = _weights(values, best, params.temperature)
+        mass = float(weights.sum())
+    elif mass is None:
+        ids, values = rows.at_least(row, floor)
+        weights = _weights(values, best, params.temperature)
+    else:
+        ids, weights = _nucleus(rows, row, params, mass, floor)
+    keep = len(ids)
+    if params.top_p < 1 and mass is not None:
+        keep = 1 + int(np.searchsorted(weights.cumsum(), params.top_p * mass))
+    keep = min(keep, int((weights >= params.min_p).sum()))
+    return ids[:keep], weights[:keep]
+
+
+def _nucleus(
+    rows: Rows, row: int, params: SamplingParams, mass: float, floor: float
+) -> tuple[Ints, Doubles]:
+    """The likeliest tokens, at least down to where top-p or min-p (``floor``) cuts."""
+    best = float(rows.best[row])
+    for probability in _NUCLEUS_STEPS:
+        threshold = best + params.temperature * np.log(min(1.0, probability * mass))
+        ids, values = rows.at_least(row, max(threshold, floor))
+        weights = _weights(values, best, params.temperature)
+        if threshold <= floor or weights.sum() >= params.top_p * mass:
+            return ids, weights
+    ids, values = rows.at_least(row, floor)
+    return ids, _weights(values, best, params.temperature)
+
+
+def _weights(values: Floats, best: float, temperature: float) -> Doubles:
+    """Probabilities relative to the largest, in float64."""
+    weights: Doubles = np.exp((values.astype(np.float64) - best) / temperature)
+    return weights
+
+
+def _invert(weights: Doubles, target: float) -> int:
+    """The first index at which the running sum of ``weights`` exceeds ``target``.
+
+    ``target`` is below the sum up to rounding; then it is the last index of positive weight.
+    """
+    cumulative = weights.cumsum()
+    index = int(np.searchsorted(cumulative, target, side="right"))
+    return index if index < len(weights) else int(np.flatnonzero(weights)[-1])
+
+
+def _uniform(state: SamplingState) -> float:
+    return uniform(state.seed, state.generated)
+
+
+def _no_choice(best: float) -> EngineError:
+    found = "nothing but -inf" if best == -np.inf else "NaN or infinity"
+    return EngineError(f"the model produced {found} for this sequence, so no token can be chosen")

@@ -1,0 +1,353 @@
+"""The engine's end of the replica link: many gateways on one worker, each seeing only its own.
+
+Request ids get the connection's number in front before they reach the core and lose it on the way
+back, so two gateways can neither collide nor abort each other's. A connection that ends takes its
+requests with it. The server is one state, ``loading`` → ``ready`` → ``draining`` → ``ended``, and
+ends with an exit code for the process:
+
+====  ==========================================================================
+0     drained and stopped
+2, 3  could not be set up, or could not load the model: final, see the error
+70    the core raised: a clean process should take over (see ``engine.worker``)
+====  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from tokenpath.config.launch import Address, UnixAddress
+from tokenpath.engine import worker as work
+from tokenpath.engine.connection import HELLO_TIMEOUT_S, MAX_SEND_BUFFER_BYTES, Connection
+from tokenpath.protocol.errors import (
+    DrainingError,
+    EngineError,
+    NotReadyError,
+    OverloadedError,
+    SpecError,
+    TokenpathError,
+)
+from tokenpath.protocol.events import Failed, GenerationEvent, TokenDelta
+from tokenpath.protocol.framing import READ_BYTES, FramingError
+from tokenpath.protocol.link import (
+    Abort,
+    Drain,
+    Drained,
+    Hello,
+    LoadFailed,
+    Progress,
+    Ready,
+    StatsQuery,
+    StatsReply,
+    StepOutput,
+    Submit,
+)
+from tokenpath.protocol.replica import ModelCard, ReplicaStats
+from tokenpath.protocol.request import GenerationRequest
+
+EXIT_OK: Final = 0
+EXIT_BROKEN: Final = 70
+MAX_CONNECTIONS: Final = 64
+MAX_LIVE_REQUESTS: Final = 16_384
+"""Over all gateways. Their own queue limits are far lower; this one protects the process."""
+FAREWELL_S: Final = 5.0
+"""How long the last frames may take to leave, and how long a failed load waits for a first
+gateway that can be told why."""
+PROGRESS_STEP: Final = 0.01
+
+log = logging.getLogger("tokenpath.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    connection: Connection
+    request_id: str
+    """As the gateway knows it."""
+
+
+class EngineServer:
+    """Serves one core on one address until told to end. Lives on one event loop."""
+
+    def __init__(
+        self,
+        load: work.Load,
+        *,
+        token: str,
+        max_send_buffer_bytes: int = MAX_SEND_BUFFER_BYTES,
+    ) -> None:
+        self._token = token
+        self._max_send_buffer_bytes = max_send_buffer_bytes
+        self._loop = asyncio.get_running_loop()
+        self._worker = work.Worker(load, _ToLoop(self._loop, self))
+        self._connections: set[Connection] = set()
+        self._accepted = 0
+        self._open = 0
+        self._live: dict[str, _Owner] = {}
+        self._live_changed = asyncio.Event()
+        self._greeted = asyncio.Event()
+        self._status: Progress | Ready | LoadFailed = Progress("starting", 0.0)
+        self._draining = False
+        self._exit: asyncio.Future[int] = self._loop.create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_disconnect: Callable[[], None] = lambda: None
+        """Called when a gateway's connection has ended."""
+
+    async def serve(self, address: Address, tls: ssl.SSLContext | None = None) -> int:
+        """Listen, load, and serve until ``end``; the exit code. Raises ``SpecError``."""
+        try:
+            if isinstance(address, UnixAddress):
+                listener = await asyncio.start_unix_server(
+                    self._connected, address.path, limit=READ_BYTES
+                )
+            else:
+                listener = await asyncio.start_server(
+                    self._connected,
+                    address.host,
+                    address.port,
+                    ssl=tls,
+                    ssl_handshake_timeout=None if tls is None else HELLO_TIMEOUT_S,
+                    limit=READ_BYTES,
+                )
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise SpecError(f"the engine cannot listen on {address}: {why}") from error
+        self._worker.start()
+        try:
+            return await self._exit
+        finally:
+            listener.close()
+            if isinstance(address, UnixAddress):
+                address.path.unlink(missing_ok=True)
+            await asyncio.gather(*(c.close(FAREWELL_S) for c in self._connections))
+            self._worker.stop()
+
+    def end(self, exit_code: int) -> None:
+        """Let ``serve`` return; the first caller's code counts."""
+        if not self._exit.done():
+            self._exit.set_result(exit_code)
+
+    async def drain(self, grace_s: float) -> int:
+        """Refuse new requests, let the running ones finish, abort the rest; how many those were."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                while self._live:
+                    self._live_changed.clear()
+                    await self._live_changed.wait()
+        except TimeoutError:
+            log.info("aborting %d requests that outlived the drain's grace", len(self._live))
+        aborted = len(self._live)
+        for internal_id in self._live:
+            self._worker.inbox.put(work.Abort(internal_id))
+        self._fail_live(DrainingError("the replica was stopped before the request finished"))
+        return aborted
+
+    # What the worker reports, on the event loop.
+
+    def progress(self, what: str, fraction: float) -> None:
+        status = self._status
+        if (
+            isinstance(status, Progress)
+            and status.what == what
+            and fraction < 1.0
+            and fraction - status.fraction < PROGRESS_STEP
+        ):
+            return
+        self._announce(Progress(what, fraction))
+
+    def loaded(self, card: ModelCard) -> None:
+        self._announce(Ready(card))
+
+    def load_failed(self, error: TokenpathError) -> None:
+        log.error("%s", error.message)
+        self._announce(LoadFailed(error.info()))
+        self._spawn(self._end_after_greeting(error.exit_code))
+
+    def stepped(self, result: work.StepResult) -> None:
+        outputs: defaultdict[Connection, list[GenerationEvent]] = defaultdict(list)
+        for event in result.events:
+            ended = isinstance(event, Failed) or event.finish is not None
+            owner = self._live.get(event.request_id)
+            if owner is None:  # aborted while the step ran
+                continue
+            if ended:
+                self._forget(event.request_id)
+            outputs[owner.connection].append(_renamed(event, owner.request_id))
+        receivers = self._connections if result.stats is not None else list(outputs)
+        for connection in list(receivers):
+            connection.send(StepOutput(outputs.get(connection, []), result.stats))
+        if result.stats is not None:
+            self._answer(result.answered, result.stats)
+
+    def broke(self, error: BaseException) -> None:
+        self._fail_live(EngineError(f"the engine failed while working ({type(error).__name__})"))
+        self._draining = True
+        self.end(EXIT_BROKEN)
+
+    # Connections.
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._accepted += 1
+        self._open += 1
+        connection = Connection(
+            self._accepted, reader, writer, max_send_buffer_bytes=self._max_send_buffer_bytes
+        )
+        try:
+            if self._open > MAX_CONNECTIONS:
+                log.warning("refused gateway connection %d: too many", connection.number)
+            elif await connection.handshake(self._token):
+                await self._converse(connection)
+        except FramingError as error:
+            log.warning("closing gateway connection %d: %s", connection.number, error)
+        except OSError as error:
+            log.info("gateway connection %d was lost: %s", connection.number, error)
+        finally:
+            self._disconnected(connection)
+            await connection.close(FAREWELL_S)
+            self._open -= 1
+
+    async def _converse(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        connection.send(self._status)
+        self._greeted.set()
+        while (frame := await connection.read()) is not None:
+            match frame:
+                case Submit(request):
+                    self._submit(connection, request)
+                case Abort(request_id):
+                    self._abort(_internal_id(connection, request_id))
+                case StatsQuery(query_id):
+                    self._query(connection, query_id)
+                case Drain(grace_s):
+                    self._spawn(self._drain_for(connection, grace_s))
+                case Hello():
+                    raise FramingError("a second hello")
+
+    def _disconnected(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        for internal_id in [i for i, o in self._live.items() if o.connection is connection]:
+            self._abort(internal_id)
+        self.on_disconnect()
+
+    def _submit(self, connection: Connection, request: GenerationRequest) -> None:
+        internal_id = _internal_id(connection, request.request_id)
+        if internal_id in self._live:
+            raise FramingError("a request id was used again while it was live")
+        refusal = self._refusal()
+        if refusal is None:
+            renamed = msgspec.structs.replace(request, request_id=internal_id)
+            if self._worker.inbox.put(work.Submit(renamed)):
+                self._live[internal_id] = _Owner(connection, request.request_id)
+                return
+            refusal = OverloadedError("the replica cannot take requests as fast as they come")
+        connection.send(StepOutput([Failed(request.request_id, refusal.info())]))
+
+    def _refusal(self) -> TokenpathError | None:
+        if self._draining:
+            return DrainingError("the replica is shutting down")
+        if not isinstance(self._status, Ready):
+            return NotReadyError("the model is still loading")
+        if len(self._live) >= MAX_LIVE_REQUESTS:
+            return OverloadedError(f"the replica already holds {MAX_LIVE_REQUESTS} requests")
+        return None
+
+    def _abort(self, internal_id: str) -> None:
+        if self._forget(internal_id):
+            self._worker.inbox.put(work.Abort(internal_id))
+
+    def _query(self, connection: Connection, query_id: int) -> None:
+        if not isinstance(self._status, Ready):
+            connection.send(StatsReply(query_id, ReplicaStats()))
+        elif not self._worker.inbox.put(work.QueryStats((connection.number, query_id))):
+            log.warning("dropped a stats query: too many commands wait")
+
+    def _answer(self, keys: tuple[tuple[int, int], ...], stats: ReplicaStats) -> None:
+        by_number = {connection.number: connection for connection in self._connections}
+        for number, query_id in keys:
+            if number in by_number:
+                by_number[number].send(StatsReply(query_id, stats))
+
+    async def _drain_for(self, connection: Connection, grace_s: float) -> None:
+        connection.send(Drained(await self.drain(grace_s)))
+
+    # Endings.
+
+    def _forget(self, internal_id: str) -> bool:
+        known = self._live.pop(internal_id, None) is not None
+        if not self._live:
+            self._live_changed.set()
+        return known
+
+    def _fail_live(self, error: TokenpathError) -> None:
+        failed: defaultdict[Connection, list[GenerationEvent]] = defaultdict(list)
+        for internal_id, owner in list(self._live.items()):
+            self._forget(internal_id)
+            failed[owner.connection].append(Failed(owner.request_id, error.info()))
+        for connection, events in failed.items():
+            connection.send(StepOutput(events))
+
+    def _announce(self, status: Progress | Ready | LoadFailed) -> None:
+        self._status = status
+        for connection in list(self._connections):
+            connection.send(status)
+
+    async def _end_after_greeting(self, exit_code: int) -> None:
+        """The load may fail before the first gateway has connected; let that one hear why."""
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._greeted.wait()
+        except TimeoutError:
+            log.debug("nobody connected to hear why the load failed")
+        self.end(exit_code)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _ToLoop:
+    """Carries the worker's reports to the event loop: one wake-up a step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, server: EngineServer) -> None:
+        self._loop = loop
+        self._server = server
+
+    def progress(self, what: str, fraction: float) -> None:
+        self._call(self._server.progress, what, fraction)
+
+    def loaded(self, card: ModelCard) -> None:
+        self._call(self._server.loaded, card)
+
+    def load_failed(self, error: TokenpathError) -> None:
+        self._call(self._server.load_failed, error)
+
+    def stepped(self, result: work.StepResult) -> None:
+        self._call(self._server.stepped, result)
+
+    def broke(self, error: BaseException) -> None:
+        self._call(self._server.broke, error)
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop has closed: the process is ending, nobody listens
+            log.debug("dropped a report of the engine after the end")
+
+
+def _internal_id(connection: Connection, request_id: str) -> str:
+    return f"{connection.number}/{request_id}"
+
+
+def _renamed(event: GenerationEvent, request_id: str) -> GenerationEvent:
+    if isinstance(event, TokenDelta):
+        return TokenDelta(request_id, event.token_ids, event.text, event.logprobs, event.finish)
+    return Failed(request_id, event.error)

@@ -1,0 +1,247 @@
+"""The engine's one compute thread: it loads the model, then turns commands into steps.
+
+The event loop never waits for a step and the engine never waits for a socket. Between them are an
+``Inbox`` drained before every step, so that an abort takes effect within one step, and an
+``Outlet`` called once per step. When there is nothing to do the thread sleeps on the inbox.
+
+If ``Core.step`` raises, the failure was not one request's own (the core ends those by itself), so
+the state of every sequence, block and batch is in doubt. The worker then stops for good, and the
+process ends so that its supervisor starts a clean one: reloading a file that is in the page cache
+costs seconds, and answering from a corrupt KV pool would cost trust.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from tokenpath.protocol.errors import EngineError, ErrorInfo, TokenpathError
+from tokenpath.protocol.events import Failed, GenerationEvent
+from tokenpath.protocol.replica import ModelCard, ReplicaStats
+from tokenpath.protocol.request import GenerationRequest
+
+STATS_INTERVAL_S: Final = 0.5
+"""While working, stats are published at least this often."""
+MAX_COMMANDS: Final = 4096
+"""Commands that may wait for the next step; aborts come on top, at most one per live request."""
+
+log = logging.getLogger("tokenpath.engine")
+
+
+class Core(Protocol):
+    """What the worker needs of ``engine.core.EngineCore``. Used from one thread only."""
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises a ``TokenpathError`` that ends only this request."""
+
+    def abort(self, request_id: str) -> object:
+        """Forget a request and free what it held; an unknown one is ignored."""
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def step(self) -> list[GenerationEvent]:
+        """Compute one step; whatever it raises is fatal for the process."""
+        ...
+
+    def stats(self) -> ReplicaStats: ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError naming the first broken invariant."""
+
+
+Progress = Callable[[str, float], None]
+Load = Callable[[Progress], Core]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueryStats:
+    key: tuple[int, int]
+    """Opaque here; comes back with the answer."""
+
+
+Command = Submit | Abort | QueryStats
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What happened since the last one."""
+
+    events: list[GenerationEvent]
+    stats: ReplicaStats | None
+    """Present twice a second, when the engine has just gone idle, and when somebody asked."""
+    answered: tuple[tuple[int, int], ...] = ()
+    """Keys of the queries that ``stats`` answers."""
+
+
+class Outlet(Protocol):
+    """Where the worker reports. Called from the worker's thread."""
+
+    def progress(self, what: str, fraction: float) -> None: ...
+
+    def loaded(self, card: ModelCard) -> None: ...
+
+    def load_failed(self, error: TokenpathError) -> None:
+        """The last call of a worker that could not load."""
+
+    def stepped(self, result: StepResult) -> None: ...
+
+    def broke(self, error: BaseException) -> None:
+        """The last call of a worker whose core raised."""
+
+
+class Inbox:
+    """Commands on their way from the event loop to the worker; bounded, and never blocks a put."""
+
+    def __init__(self, max_commands: int = MAX_COMMANDS) -> None:
+        self._max_commands = max_commands
+        self._commands: list[Command] = []
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, command: Command) -> bool:
+        """False when full; an abort is always taken, since refusing it would leak its request."""
+        with self._changed:
+            if len(self._commands) >= self._max_commands and not isinstance(command, Abort):
+                return False
+            self._commands.append(command)
+            self._changed.notify()
+            return True
+
+    def close(self) -> None:
+        """Wake the worker for the last time."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def take(self, *, wait: bool) -> list[Command] | None:
+        """Everything that came in; with ``wait``, sleep until there is something.
+
+        None once the inbox is closed.
+        """
+        with self._changed:
+            while wait and not self._commands and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return None
+            commands, self._commands = self._commands, []
+            return commands
+
+
+class Worker:
+    """Runs a core in a thread of its own from ``start`` until ``stop``."""
+
+    def __init__(
+        self,
+        load: Load,
+        outlet: Outlet,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.inbox = Inbox()
+        self._load = load
+        self._outlet = outlet
+        self._clock = clock
+        # Daemon: neither a step nor a load must keep an ending process alive.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the current step, or at once when idle; does not wait for it."""
+        self.inbox.close()
+
+    def _run(self) -> None:
+        core = self._loaded_core()
+        if core is None:
+            return
+        try:
+            self._serve(core)
+        except Exception as error:
+            log.exception("the engine's state cannot be trusted any more")
+            self._outlet.broke(error)
+
+    def _loaded_core(self) -> Core | None:
+        try:
+            core = self._load(self._outlet.progress)
+            card = core.card
+        except TokenpathError as error:
+            self._outlet.load_failed(error)
+        except MemoryError:
+            self._outlet.load_failed(EngineError("there is not enough memory to load the model"))
+        except Exception as error:
+            log.exception("loading the model failed")
+            self._outlet.load_failed(
+                EngineError(f"loading the model failed: {type(error).__name__}: {error}")
+            )
+        else:
+            self._outlet.loaded(card)
+            return core
+        return None
+
+    def _serve(self, core: Core) -> None:
+        working = False
+        stats_due = self._clock()
+        while (commands := self.inbox.take(wait=not working)) is not None:
+            events, queries = self._apply(core, commands)
+            worked = working or bool(commands)
+            if core.has_work():
+                events += core.step()
+            working = core.has_work()
+            gone_idle = worked and not working
+            now = self._clock()
+            stats = None
+            if gone_idle or queries or now >= stats_due:
+                stats = core.stats()
+                stats_due = now + STATS_INTERVAL_S
+            if events or stats is not None:
+                self._outlet.stepped(StepResult(events, stats, queries))
+            if gone_idle:
+                core.check_integrity()
+
+    def _apply(
+        self, core: Core, commands: list[Command]
+    ) -> tuple[list[GenerationEvent], tuple[tuple[int, int], ...]]:
+        events: list[GenerationEvent] = []
+        queries: list[tuple[int, int]] = []
+        for command in commands:
+            match command:
+                case Submit(request):
+                    error = self._submit(core, request)
+                    if error is not None:
+                        events.append(Failed(request.request_id, error))
+                case Abort(request_id):
+                    core.abort(request_id)
+                case QueryStats(key):
+                    queries.append(key)
+        return events, tuple(queries)
+
+    def _submit(self, core: Core, request: GenerationRequest) -> ErrorInfo | None:
+        try:
+            core.submit(request)
+        except TokenpathError as error:
+            return error.info()
+        except Exception:
+            log.exception("submitting request %s failed", request.request_id)
+            core.abort(request.request_id)
+            return EngineError("the engine could not take the request").info()
+        return None

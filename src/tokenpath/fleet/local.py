@@ -1,0 +1,378 @@
+"""Engine processes on this machine, kept alive: the local fleet.
+
+Each replica has one supervising task that starts its process, links to it, waits for its end and
+decides what is next. A model that cannot be loaded is final, since starting again would change
+nothing; any other end is followed by a restart after a pause (``policy.backoff``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tokenpath.config.spec import EngineSettings
+from tokenpath.fleet.lifecycle import Lifecycle, move
+from tokenpath.fleet.process import ENGINE_COMMAND, EngineProcess
+from tokenpath.fleet.replica import LinkedReplica
+from tokenpath.policy.backoff import Backoff, BackoffConfig
+from tokenpath.protocol.errors import (
+    DrainingError,
+    ModelError,
+    NotReadyError,
+    ReplicaLostError,
+    SpecError,
+    TokenpathError,
+    UnavailableError,
+)
+from tokenpath.protocol.events import GenerationEvent
+from tokenpath.protocol.replica import ModelCard, ReplicaState, ReplicaStats
+from tokenpath.protocol.request import GenerationRequest
+
+LISTEN_TIMEOUT_S: Final = 60.0
+"""From the start of a process until it accepts a connection; loading comes after."""
+LISTEN_POLL_S: Final = 0.02
+EXIT_NOTICE_S: Final = 1.0
+"""A link that ends is mostly a process that ends; wait this long to see its exit code."""
+TERM_S: Final = 3.0
+"""From SIGTERM to SIGKILL for a process that has already drained."""
+
+log = logging.getLogger("tokenpath.fleet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """A replica to run."""
+
+    replica_id: str
+    name: str
+    """The served model's name."""
+    model: Path
+    """A GGUF file or a Hugging Face folder."""
+    engine: EngineSettings
+
+
+OnProgress = Callable[[str, str, float], None]
+"""Replica id, what is being loaded, fraction."""
+
+
+class LocalReplica:
+    """A ``Replica`` whose process is started, watched and restarted here."""
+
+    def __init__(
+        self,
+        plan: ReplicaPlan,
+        *,
+        on_progress: OnProgress = lambda _replica_id, _what, _fraction: None,
+        backoff: BackoffConfig = BackoffConfig(),  # noqa: B008 - frozen
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        self._plan = plan
+        self._on_progress = on_progress
+        self._backoff = Backoff(backoff)
+        self._command = command
+        self._life = Lifecycle()
+        self._changed = asyncio.Event()
+        self._process: EngineProcess | None = None
+        self._link: LinkedReplica | None = None
+        self._ready_at: float | None = None
+        self._starts = 0
+        self._last_words: list[str] = []
+        self._final_error: TokenpathError | None = None
+        self._stopping = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._log = logging.getLogger(f"tokenpath.engine.{plan.replica_id}")
+
+    @property
+    def replica_id(self) -> str:
+        return self._plan.replica_id
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._life.state
+
+    @property
+    def reason(self) -> str:
+        """Why it is in this state; empty where the state says all."""
+        return self._life.reason
+
+    @property
+    def card(self) -> ModelCard | None:
+        return None if self._link is None else self._link.card
+
+    @property
+    def last_stats(self) -> ReplicaStats:
+        return ReplicaStats() if self._link is None else self._link.last_stats
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def restarts(self) -> int:
+        """How often the process was started again."""
+        return max(0, self._starts - 1)
+
+    @property
+    def last_words(self) -> list[str]:
+        """The last lines of the process that runs, or of the one that ended last."""
+        return self._last_words if self._process is None else self._process.tail
+
+    def start(self) -> None:
+        """Begin supervising; returns at once."""
+        assert self._supervisor is None
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def wait_ready(self) -> None:
+        """Wait until a process is ready, through restarts.
+
+        Raises the error of a replica that has failed for good: the load's own, or
+        ``UnavailableError`` once it has been given up.
+        """
+        while self.state is not ReplicaState.READY:
+            if self.state is ReplicaState.FAILED:
+                raise self._final_error or UnavailableError(self.reason)
+            if self.state in {ReplicaState.DRAINING, ReplicaState.STOPPED}:
+                raise DrainingError("the replica was stopped before it was ready")
+            self._changed.clear()
+            await self._changed.wait()
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+        """Stream the events of one request; see ``protocol.replica``."""
+        match self.state:
+            case ReplicaState.READY if self._link is not None:
+                return self._link.generate(request)
+            case ReplicaState.DRAINING:
+                raise DrainingError("the replica is shutting down")
+            case ReplicaState.FAILED | ReplicaState.STOPPED:
+                raise ReplicaLostError(f"the replica is {self.state}: {self.reason}")
+            case _:
+                raise NotReadyError("the model is still loading")
+
+    async def stats(self) -> ReplicaStats:
+        """Ask the process now. Raises ``ReplicaLostError``."""
+        if self._link is None:
+            raise ReplicaLostError(f"the replica is {self.state}: {self.reason}")
+        return await self._link.stats()
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, wait up to ``grace_s`` for the running ones, abort the rest."""
+        if self._link is None:
+            return
+        if self.state is ReplicaState.READY:
+            self._move(ReplicaState.DRAINING)
+        await self._link.drain(grace_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain, end the process, and return when nothing of it is left."""
+        self._stopping.set()
+        supervisor = self._supervisor
+        if supervisor is None:
+            if self.state is not ReplicaState.STOPPED:
+                self._move(ReplicaState.STOPPED)
+            return
+        # Between two runs, or just starting one: milliseconds, not worth an event of its own.
+        while self._process is None and not supervisor.done():  # noqa: ASYNC110
+            await asyncio.sleep(LISTEN_POLL_S)
+        if self.state in {ReplicaState.READY, ReplicaState.DRAINING}:
+            try:
+                async with asyncio.timeout(grace_s + TERM_S):
+                    await self.drain(grace_s)
+            except (TimeoutError, ReplicaLostError) as error:
+                log.warning("replica %s did not drain: %s", self.replica_id, error)
+        process = self._process
+        if process is not None:
+            process.signal(signal.SIGTERM)
+            if await process.wait(TERM_S) is None:
+                log.warning("replica %s did not end by itself; killing it", self.replica_id)
+                process.signal(signal.SIGKILL)
+        await supervisor
+
+    # The supervising task.
+
+    async def _supervise(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                pause_s = await self._run()
+                if pause_s is None:
+                    break
+                await self._pause(pause_s)
+        except Exception:
+            log.exception("supervising replica %s failed", self.replica_id)
+            self._move(ReplicaState.FAILED, "its supervisor failed; see the log")
+        if self._stopping.is_set():
+            self._move(ReplicaState.STOPPED)
+
+    async def _run(self) -> float | None:
+        """One life of a process; how long to pause before the next, None for no next."""
+        self._starts += 1
+        self._ready_at = None
+        try:
+            process = await EngineProcess.start(
+                name=self._plan.name,
+                model=self._plan.model,
+                engine=self._plan.engine,
+                logger=self._log,
+                command=self._command,
+            )
+        except SpecError as error:
+            self._fail(error)
+            return None
+        self._process = process
+        try:
+            await self._attend(process)
+            exit_code = process.exit_code
+        finally:
+            await process.discard()
+            self._process = None
+            self._last_words = process.tail
+        return self._next(exit_code)
+
+    async def _attend(self, process: EngineProcess) -> None:
+        """Stay linked to the process until it ends, or never listens."""
+        while process.exit_code is None:
+            if self.state is ReplicaState.PENDING:
+                self._move(ReplicaState.LOADING)
+            link = await self._connect(process)
+            if link is None:
+                return
+            self._link = link
+            try:
+                await self._follow(link)
+            finally:
+                self._link = None
+                await link.close()
+            if self.state in {ReplicaState.LOADING, ReplicaState.READY}:
+                self._move(ReplicaState.PENDING, link.reason)
+            await process.wait(EXIT_NOTICE_S)
+
+    async def _connect(self, process: EngineProcess) -> LinkedReplica | None:
+        deadline = time.monotonic() + LISTEN_TIMEOUT_S
+        while process.exit_code is None and time.monotonic() < deadline:
+            try:
+                return await LinkedReplica.connect(
+                    process.address,
+                    replica_id=self.replica_id,
+                    token=process.token,
+                    on_progress=self._progressed,
+                )
+            except ReplicaLostError:
+                await process.wait(LISTEN_POLL_S)
+        return None
+
+    async def _follow(self, link: LinkedReplica) -> None:
+        try:
+            await link.wait_ready()
+        except TokenpathError:
+            self._final_error = link.load_error
+        else:
+            if self._ready_at is None:
+                self._ready_at = time.monotonic()
+            if self.state is ReplicaState.LOADING:
+                self._move(ReplicaState.READY)
+        await link.wait_closed()
+
+    def _next(self, exit_code: int | None) -> float | None:
+        """Move on after a process has ended, or never listened; the pause before the next."""
+        if self._stopping.is_set():
+            return None
+        if self.state is ReplicaState.DRAINING:
+            self._move(ReplicaState.STOPPED, "it was drained and has ended")
+            return None
+        error = self._final_error or _final_error(exit_code, self._last_words)
+        if error is not None:
+            self._fail(error)
+            return None
+        ended = f"the engine process {_how_it_ended(exit_code)}"
+        ready_s = None if self._ready_at is None else time.monotonic() - self._ready_at
+        pause_s = self._backoff.after_exit(ready_s)
+        if pause_s is None:
+            last = f"; its last line was: {self._last_words[-1]}" if self._last_words else ""
+            self._fail(UnavailableError(f"{ended} before it was ready, several times{last}"))
+            return None
+        reason = f"{ended}; starting it again in {pause_s:g} s"
+        log.warning("replica %s: %s", self.replica_id, reason)
+        if self.state is ReplicaState.PENDING:
+            self._life = Lifecycle(ReplicaState.PENDING, reason)
+        else:
+            self._move(ReplicaState.PENDING, reason)
+        return pause_s
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return
+
+    def _progressed(self, what: str, fraction: float) -> None:
+        self._on_progress(self.replica_id, what, fraction)
+
+    def _fail(self, error: TokenpathError) -> None:
+        log.error("replica %s failed: %s", self.replica_id, error.message)
+        self._final_error = error
+        self._move(ReplicaState.FAILED, error.message)
+
+    def _move(self, to: ReplicaState, reason: str = "") -> None:
+        self._life = move(self._life, to, reason)
+        log.debug("replica %s is %s %s", self.replica_id, to, reason)
+        self._changed.set()
+
+
+class LocalFleet:
+    """All engine processes of one server.
+
+    Its event loop's thread must live as long as the fleet: on Linux the kernel ends an engine
+    together with the thread that started it.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[ReplicaPlan],
+        *,
+        on_progress: OnProgress = lambda _replica_id, _what, _fraction: None,
+        backoff: BackoffConfig = BackoffConfig(),  # noqa: B008 - frozen
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        self.replicas: tuple[LocalReplica, ...] = tuple(
+            LocalReplica(plan, on_progress=on_progress, backoff=backoff, command=command)
+            for plan in plans
+        )
+
+    async def start(self) -> None:
+        """Start every process; does not wait until they are ready."""
+        for replica in self.replicas:
+            replica.start()
+
+    async def wait_ready(self) -> None:
+        """Wait until every replica is ready. Raises the error of the first that never will be."""
+        await asyncio.gather(*(replica.wait_ready() for replica in self.replicas))
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain and end every process, all at once; nothing of them is left afterwards."""
+        await asyncio.gather(*(replica.stop(grace_s) for replica in self.replicas))
+
+
+def _final_error(exit_code: int | None, last_words: list[str]) -> TokenpathError | None:
+    """The error of a process that said by its exit code that trying again is useless."""
+    # The line is "LEVEL logger: sentence".
+    sentence = last_words[-1].partition(": ")[2] if last_words else "the engine gave no reason"
+    for error_class in (SpecError, ModelError):
+        if exit_code == error_class.exit_code:
+            return error_class(sentence)
+    return None
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is None:
+        return f"did not listen within {LISTEN_TIMEOUT_S:g} s and was killed"
+    if exit_code < 0:
+        hint = ", perhaps because memory ran out" if exit_code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-exit_code).name}{hint}"
+    return f"ended with exit code {exit_code}"

@@ -1,0 +1,183 @@
+"""Answers of OpenAI's API as structs: what is encoded, and what the OpenAPI page describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from tokenpath.protocol.events import Finish, FinishReason, TokenLogprob, Usage
+
+IMPOSSIBLE = -9999.0
+
+Ending = Literal["stop", "length"]
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    """Prompt tokens whose KV was reused."""
+
+
+class UsageObject(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Token counts of a call."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | None = None
+    """Absent where the backend did not report it."""
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One of the likeliest tokens at a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    """The chosen token at a place, and the likeliest ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Ending
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    """Answer of ``POST /v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageObject
+
+
+class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Ending | None
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True):
+    """One event of a streamed answer of ``POST /v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageObject | None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+    """Where in ``text`` each token begins, in characters."""
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None
+    finish_reason: Ending | None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """Answer of ``POST /v1/completions``, and with ``usage`` null one event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageObject | None
+
+
+class ModelObject(msgspec.Struct, frozen=True):
+    """One served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    """Most tokens of prompt and output together; null while loading. vLLM's name."""
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+def finite(logprob: float) -> float:
+    """A logprob that JSON can hold: OpenAI writes -9999 for what is impossible."""
+    return max(logprob, IMPOSSIBLE)
+
+
+def usage_object(usage: Usage) -> UsageObject:
+    """The counts in OpenAI's form."""
+    prompt = usage.prompt_tokens or 0
+    completion = usage.completion_tokens or 0
+    cached = usage.cached_prompt_tokens
+    return UsageObject(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=None if cached is None else PromptDetails(cached),
+    )
+
+
+def ending(finish: Finish | None) -> Ending:
+    """The finish reason of a sequence that ended well."""
+    return "length" if finish is not None and finish.reason is FinishReason.LENGTH else "stop"
+
+
+def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
+    """Logprobs in the chat API's form."""
+    return ChatLogprobs(
+        [
+            ChatLogprob(
+                token=at.token,
+                logprob=finite(at.logprob),
+                bytes=list(at.token_bytes),
+                top_logprobs=[
+                    TopLogprob(token=text, logprob=finite(logprob), bytes=list(raw))
+                    for _, logprob, text, raw in at.top
+                ],
+            )
+            for at in logprobs
+        ]
+    )

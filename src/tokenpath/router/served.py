@@ -1,0 +1,89 @@
+"""A model as the gateway's side knows it: its name, how to turn text into its tokens, its replicas.
+
+The tokenizer and the template are described by what is used of them, so that tests and remote
+backends can bring their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tokenpath.protocol.errors import DrainingError, NotReadyError, UnavailableError
+from tokenpath.protocol.replica import ModelCard, Replica, ReplicaState
+
+LOADING_RETRY_S = 5.0
+"""Retry-After of a model that is loading: loading takes seconds to minutes."""
+
+
+class TextTokenizer(Protocol):
+    """What the gateway needs of a tokenizer; ``models.tokenizer.Tokenizer`` is one."""
+
+    def encode(self, text: str, /, *, add_special: bool = ...) -> list[int]:
+        """Token ids of ``text``, with the model's own beginning token if ``add_special``."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        """Text of ``token_ids``."""
+        ...
+
+
+class MessageTemplate(Protocol):
+    """What the gateway needs of a chat template; ``models.template.ChatTemplate`` is one."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = ...,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+    ) -> str:
+        """The prompt's text. Raises ``InvalidRequestError`` if the template refuses."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServedModel:
+    """One model that clients can name."""
+
+    name: str
+    created: int
+    """Unix seconds; shown by ``/v1/models``."""
+    tokenizer: TextTokenizer
+    template: MessageTemplate | None
+    """None for a base model: it answers completions, and chat is refused with the reason."""
+    replicas: Sequence[Replica]
+    """At least one. A restarted replica keeps its place."""
+    max_running: int = 64
+    """Sequences that one replica runs at once (the spec's ``engine.max_running``)."""
+
+    @property
+    def card(self) -> ModelCard:
+        """What a replica said of the loaded model. Raises as ``unready`` until one has loaded."""
+        for replica in self.replicas:
+            if replica.card is not None:
+                return replica.card
+        raise self.unready()
+
+    @property
+    def ready(self) -> bool:
+        """Whether some replica can answer."""
+        return any(replica.state is ReplicaState.READY for replica in self.replicas)
+
+    def unready(self) -> UnavailableError:
+        """The error that says why no replica can answer."""
+        states = {replica.state for replica in self.replicas}
+        if states & {ReplicaState.PENDING, ReplicaState.LOADING}:
+            return NotReadyError(
+                f"Model '{self.name}' is still loading; try again in a moment.",
+                retry_after_s=LOADING_RETRY_S,
+            )
+        if ReplicaState.DRAINING in states:
+            return DrainingError(
+                f"Model '{self.name}' is shutting down.", retry_after_s=LOADING_RETRY_S
+            )
+        return UnavailableError(
+            f"No replica of model '{self.name}' is running.", retry_after_s=LOADING_RETRY_S
+        )

@@ -1,0 +1,1 @@
+"""Alembic's migrations of the state database, run by ``store/database.py``."""

@@ -1,0 +1,12 @@
+"""${message}."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = ${repr(up_revision)}
+down_revision = ${repr(down_revision)}
+
+
+def upgrade() -> None:
+    """Apply the change."""
+    ${upgrades if upgrades else "raise NotImplementedError"}

@@ -1,0 +1,291 @@
+"""A scripted replica behind the real application on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import httpx
+import uvicorn
+import uvloop
+from openai import OpenAI
+
+from tokenpath.config.spec import Spec
+from tokenpath.gateway.app import App, create_app
+from tokenpath.gateway.auth import Authenticator
+from tokenpath.observe.metrics import Metrics
+from tokenpath.protocol.errors import ErrorInfo, InvalidRequestError, TokenpathError
+from tokenpath.protocol.events import (
+    EngineStages,
+    Failed,
+    Finish,
+    FinishReason,
+    GenerationEvent,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
+from tokenpath.protocol.replica import ModelCard, ReplicaState, ReplicaStats
+from tokenpath.protocol.request import GenerationRequest
+from tokenpath.router.router import Router
+from tokenpath.router.served import ServedModel
+
+CARD = ModelCard(
+    name="toy",
+    architecture="toy",
+    parameters=1,
+    vocab_size=256,
+    max_context_tokens=1_000,
+    dtype="float32",
+    weight_bytes=1,
+    kv_bytes_per_token=1,
+    kv_blocks_total=64,
+    block_tokens=16,
+)
+
+
+class ByteTokenizer:
+    """A token a byte; a beginning token (1) if special tokens are asked for."""
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        return ([1] if add_special else []) + list(text.encode())
+
+    def decode(self, token_ids) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+class ToyTemplate:
+    def render(self, messages, *, add_generation_prompt=True, tools=None) -> str:
+        if any("refuse" in message["content"] for message in messages):
+            raise InvalidRequestError("The template refuses this.", param="messages")
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return "\n".join([*lines, "assistant: " if add_generation_prompt else ""])
+
+
+@dataclass
+class Script:
+    """What a sequence does: wait, give its words with a gap between, then end or fail."""
+
+    words: tuple[str, ...] = ("Hello", " wor", "ld", "!")
+    before_s: float = 0.0
+    gap_s: float = 0.0
+    fail_after: int | None = None
+    """Fail with ``error`` once this many words are out."""
+    error: ErrorInfo | TokenpathError | Exception = field(
+        default_factory=lambda: ErrorInfo("engine_error", "It broke.")
+    )
+    endless: bool = False
+    stages: EngineStages = field(
+        default_factory=lambda: EngineStages(queue_s=0.001, prefill_s=0.002, decode_s=0.003)
+    )
+    cached: int | None = 3
+    hold_first: bool = False
+    """Wait for ever before the first word."""
+
+
+class ScriptedReplica:
+    """Implements the Replica protocol by script; counts what is open."""
+
+    def __init__(self) -> None:
+        self.replica_id = "toy-0"
+        self.state = ReplicaState.READY
+        self.card: ModelCard | None = CARD
+        self.last_stats = ReplicaStats(kv_blocks_total=64)
+        self.script: Script | Callable[[GenerationRequest], Script] = Script()
+        self.requests: list[GenerationRequest] = []
+        self.open = 0
+        self.aborted = 0
+        self.sent = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+        self.requests.append(request)
+        script = self.script(request) if callable(self.script) else self.script
+        self.open += 1
+        ended = False
+        try:
+            async for event in self._play(request, script):
+                ended = not isinstance(event, TokenDelta) or event.finish is not None
+                self.sent += 1
+                yield event
+        finally:
+            self.open -= 1
+            self.aborted += not ended
+
+    async def _play(self, request, script) -> AsyncIterator[GenerationEvent]:
+        await asyncio.sleep(script.before_s)
+        if script.hold_first:
+            await asyncio.Event().wait()
+        words = list(script.words)[: request.sampling.max_tokens]
+        given = 0
+        while True:
+            if script.fail_after == given:
+                if isinstance(script.error, Exception):
+                    raise script.error
+                yield Failed(request.request_id, script.error)
+                return
+            if given == len(words) and not script.endless:
+                break
+            if given:
+                await asyncio.sleep(script.gap_s)
+            word = words[given % len(words)]
+            given += 1
+            yield TokenDelta(
+                request.request_id,
+                token_ids=[given],
+                text=word,
+                logprobs=self._logprobs(request, word),
+            )
+        length = len(words) < len(script.words)
+        yield TokenDelta(
+            request.request_id,
+            finish=Finish(
+                reason=FinishReason.LENGTH if length else FinishReason.STOP,
+                usage=Usage(len(request.prompt.token_ids), script.cached, given),
+                stages=script.stages,
+            ),
+        )
+
+    @staticmethod
+    def _logprobs(request, word):
+        if request.sampling.logprobs is None:
+            return None
+        raw = word.encode()
+        top = [(i, -0.5 - i, f"t{i}", f"t{i}".encode()) for i in range(request.sampling.logprobs)]
+        return [TokenLogprob(1, -0.5, word, raw, top)]
+
+    async def stats(self) -> ReplicaStats:
+        return self.last_stats
+
+    async def drain(self, grace_s: float) -> None:
+        self.state = ReplicaState.DRAINING
+
+
+class Served:
+    """The application on a socket, in a thread with an event loop of its own."""
+
+    def __init__(self, app: App, replica: ScriptedReplica, metrics: Metrics, router: Router):
+        self.app, self.replica, self.metrics, self.router = app, replica, metrics, router
+        self.loop = uvloop.new_event_loop()
+        config = uvicorn.Config(
+            app, log_level="warning", server_header=False, access_log=False, lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        # With the protocol named, so that event loops switch off Nagle on its connections.
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.bind(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._idle_tasks = 0
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+
+    def start(self) -> None:
+        self._thread.start()
+        while not self._server.started:
+            pass
+        self._idle_tasks = self.tasks()
+
+    def stop(self) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+        self.loop.close()
+        self._socket.close()
+
+    def tasks(self) -> int:
+        async def count() -> int:
+            return len(asyncio.all_tasks())
+
+        return self.call(count())
+
+    def call(self, coroutine) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @cached_property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, verify=False)
+
+    def client(self, **options) -> OpenAI:
+        return OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=self.http,
+            **options,
+        )
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def settle(self, seconds: float = 10.0) -> None:
+        """Wait until nothing is open or counted and no task is left over."""
+        waited = 0.0
+        model = self.router.models[0]
+        while waited < seconds:
+            if (
+                self.replica.open == 0
+                and self.router.in_flight(model) == 0
+                and self.app.draining.running == 0
+                and self.tasks() <= self._idle_tasks
+            ):
+                return
+            threading.Event().wait(0.02)
+            waited += 0.02
+        raise AssertionError(
+            f"left over: {self.replica.open} open, {self.router.in_flight(model)} in flight, "
+            f"{self.app.draining.running} running, {self.tasks() - self._idle_tasks} tasks"
+        )
+
+
+def make_spec(limits: dict | None = None, **gateway) -> Spec:
+    return Spec.model_validate(
+        {"models": [{"source": "toy"}], "gateway": {"limits": limits or {}, **gateway}}
+    )
+
+
+@contextmanager
+def serving(
+    *,
+    limits: dict | None = None,
+    template: Any = "toy",
+    authenticator: Any = None,
+    max_running: int = 64,
+    body_s: float = 60.0,
+    **gateway,
+) -> Iterator[Served]:
+    replica = ScriptedReplica()
+    model = ServedModel(
+        name="toy",
+        created=1_700_000_000,
+        tokenizer=ByteTokenizer(),
+        template=ToyTemplate() if template == "toy" else template,
+        replicas=[replica],
+        max_running=max_running,
+    )
+    router, metrics = Router([model]), Metrics()
+    app = create_app(
+        spec=make_spec(limits, **gateway),
+        router=router,
+        authenticator=authenticator or Authenticator(None, mode="none"),
+        metrics=metrics,
+        body_s=body_s,
+    )
+    served = Served(app, replica, metrics, router)
+    served.start()
+    try:
+        yield served
+    finally:
+        served.stop()
