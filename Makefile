@@ -7,7 +7,7 @@ SPEC ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format soak docs clean
+.PHONY: help setup serve test check format soak bench-load docs clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ format: .venv/.complete ## Format the code
 
 soak: .venv/.complete ## The property tests at length: 10,000 examples each where it says so
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/policy --timeout 3600
+
+bench-load: .venv/.complete ## Latency and throughput of both models at 1, 8 and 32 callers (15 minutes)
+	@$(BIN)/python bench/levels.py $(ARGS)
 
 docs: .venv/.complete ## Regenerate the reference pages that come from the code
 	$(BIN)/tokenpath spec docs

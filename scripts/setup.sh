@@ -23,6 +23,10 @@ if [ ! -x .venv/bin/python ]; then
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
+# Older pips, such as the one that comes with Python, fetch a whole wheel to learn its hash, which
+# `tokenpath models pull` asks of them.
+pip install --quiet --upgrade "$(grep '^pip==' constraints.txt)"
+
 torch=$(grep '^torch==' constraints.txt)
 if ! .venv/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '${torch#torch==}')" 2>/dev/null; then
     if [ -z "${TORCH_INDEX:-}" ] && [ "${TORCH:-}" != cuda ]; then

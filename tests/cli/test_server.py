@@ -33,14 +33,19 @@ class FakeReplica:
         self.state = ReplicaState.LOADING
         self.card = None
         self.go_on = asyncio.Event()
+        self.reason = FinishReason.STOP
         self.generating = asyncio.Event()
 
     async def generate(self, request):
         self.generating.set()
         await self.go_on.wait()
         usage = Usage(prompt_tokens=1, completion_tokens=1)
-        finish = Finish(reason=FinishReason.STOP, usage=usage)
+        finish = Finish(reason=self.reason, usage=usage)
         yield TokenDelta(request_id=request.request_id, token_ids=[7], text="done", finish=finish)
+
+    def abort(self, request_id):
+        self.reason = FinishReason.ABORT
+        self.go_on.set()
 
     async def stats(self):
         return self.last_stats

@@ -85,7 +85,7 @@ def test_any_schedule_gives_the_undisturbed_output(
         if rng.random() < 0.05 and expected:
             name = rng.choice(sorted(expected))
             ended = name in aborted or (name in collector.results and collector.results[name].ended)
-            assert core.abort(name) is not ended
+            assert (core.abort(name) is None) is ended
             if not ended:
                 aborted.add(name)
         events = core.step()
@@ -403,9 +403,160 @@ def test_cached_prompt_tokens_are_counted_once():
 
 def test_abort_of_an_unknown_request_says_so():
     core = make_core()
-    assert core.abort("nobody") is False
+    assert core.abort("nobody") is None
     core.submit(request("a", [1, 2]))
-    assert core.abort("a") is True
-    assert core.abort("a") is False
+    assert core.abort("a").reason is FinishReason.ABORT
+    assert core.abort("a") is None
     assert core.step() == []
     assert_idle(core)
+
+
+# What a request has cost, however it ends.
+
+
+def seconds(stages) -> float:
+    return stages.queue_s + stages.prefill_s + stages.decode_s
+
+
+def preempted_core(clock):
+    """A core with one sequence that was preempted after its first tokens, and its id."""
+    core = make_core(clock=clock, num_blocks=9, max_running=4)
+    started = {}
+    for index in range(4):
+        core.submit(request(str(index), [index + 1, 2, 3], max_tokens=20))
+        started[str(index)] = clock.now
+    while core.stats().preemptions_total == 0:
+        core.step()
+    preempted = [
+        name
+        for name, live in core._live.items()
+        if live.stages.preemptions and live.output.generated
+    ]
+    return core, preempted[0], started[preempted[0]]
+
+
+def test_an_abort_in_the_queue_costs_queue_time_alone():
+    clock = Clock()
+    core = make_core(clock=clock, max_running=1)
+    core.submit(request("first", [1, 2]))
+    core.submit(request("a", [1, 2, 3]))
+    core.step()
+    clock.now += 3
+    finish = core.abort("a")
+    assert (finish.stages.queue_s, finish.stages.prefill_s, finish.stages.decode_s) == (3, 0, 0)
+    assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (3, 0)
+    assert finish.usage.cached_prompt_tokens is None  # it never looked
+    assert list(run_all(core)) == ["first"]
+
+
+def test_an_abort_in_prefill_has_its_prefill():
+    clock = Clock()
+    core = make_core(clock=clock, max_step_tokens=4)
+    core.submit(request("a", list(range(1, 20))))
+    clock.now += 1
+    core.step()
+    clock.now += 4
+    finish = core.abort("a")
+    assert (finish.stages.queue_s, finish.stages.prefill_s, finish.stages.decode_s) == (1, 4, 0)
+    assert finish.usage.completion_tokens == 0
+    assert_idle(core)
+
+
+def test_an_abort_in_decode_has_all_stages_and_every_token():
+    clock = Clock()
+    core = make_core(clock=clock)
+    core.submit(request("a", [1, 2, 3], max_tokens=100))
+    clock.now += 1
+    for _ in range(5):
+        core.step()
+        clock.now += 2
+    finish = core.abort("a")
+    assert finish.reason is FinishReason.ABORT
+    assert (finish.stages.queue_s, finish.stages.prefill_s, finish.stages.decode_s) == (1, 0, 10)
+    assert finish.usage.completion_tokens == 5
+    assert core.stats().generated_tokens_total == 5
+    assert_idle(core)
+
+
+def test_an_abort_of_a_preempted_sequence_keeps_what_it_had():
+    clock = Clock()
+    clock.tick = 0.125
+    core, name, started = preempted_core(clock)
+    generated = core._live[name].output.generated
+    clock.now += 7
+    finish = core.abort(name)
+    assert finish.stages.preemptions == 1
+    assert finish.stages.queue_s >= 7
+    assert finish.stages.decode_s > 0
+    assert finish.usage.completion_tokens == generated > 0
+    assert seconds(finish.stages) == clock.now - started
+    run_all(core)
+
+
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(8, 16))
+def test_an_abort_at_any_moment_accounts_for_the_whole_life(seed, num_blocks):
+    """Stages sum to the time since arrival exactly, whatever happened; no token is lost."""
+    rng = random.Random(seed)
+    clock = Clock()
+    clock.tick = 0.125  # sums of multiples of 1/8 are exact
+    core = make_core(clock=clock, num_blocks=num_blocks, max_running=4, max_step_tokens=8)
+    arrived: dict[str, float] = {}
+    tokens = 0
+    for index in range(8):
+        prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 9))]
+        arrived[str(index)] = clock.now - rng.randrange(3)
+        core.submit(request(str(index), prompt, max_tokens=16), arrived=arrived[str(index)])
+        for _ in range(rng.randrange(3)):
+            for event in core.step():
+                if event.finish is not None:
+                    tokens += event.finish.usage.completion_tokens
+    for name, came in arrived.items():
+        finish = core.abort(name)
+        if finish is not None:
+            assert seconds(finish.stages) == clock.now - came
+            tokens += finish.usage.completion_tokens
+        core.check_integrity()
+    assert tokens == core.stats().generated_tokens_total
+    assert_idle(core)
+
+
+def test_a_deadline_tells_what_the_request_has_cost():
+    clock = Clock()
+    core = make_core(clock=clock)
+    core.submit(request("late", [1, 2, 3], max_tokens=100, timeout_s=4.0))
+    clock.now += 1
+    for _ in range(2):
+        core.step()
+        clock.now += 1.5
+    [failed] = core.step()
+    assert failed.error.code == "deadline_exceeded"
+    assert (failed.stages.queue_s, failed.stages.decode_s) == (1, 3)
+    assert (failed.usage.prompt_tokens, failed.usage.completion_tokens) == (3, 2)
+
+
+def test_a_failure_tells_what_the_request_has_cost():
+    def poison(chunk):
+        return chunk.sequence.output_tokens >= 3
+
+    clock = Clock()
+    clock.tick = 0.125
+    core = make_core(clock=clock, wrap=lambda runner: Poisoned(runner, poison, ValueError("no")))
+    core.submit(request("bad", [4, 4]))
+    arrived = clock.now
+    failed = run_all(core)["bad"].failed
+    assert failed.usage.completion_tokens == 3
+    assert failed.stages.decode_s > 0
+    assert 0 <= clock.now - arrived - seconds(failed.stages) <= 1
+
+
+def test_queue_and_deadline_count_from_the_arrival():
+    clock = Clock()
+    core = make_core(clock=clock)
+    arrived = clock.now
+    clock.now += 2.5  # the step that was running when it came
+    core.submit(request("a", [1, 2], max_tokens=1), arrived=arrived)
+    core.submit(request("b", [1, 2], timeout_s=2.0), arrived=arrived)
+    events = {event.request_id: event for event in core.step()}
+    assert events["a"].finish.stages.queue_s == 2.5
+    assert events["b"].error.code == "deadline_exceeded"
+    assert events["b"].stages.queue_s == 2.5

@@ -10,7 +10,6 @@ from driver import Driver
 from reference import (
     SMALL_MODELS,
     VOCAB,
-    gemma_reference,
     reference_logits,
     saved,
     small_reference,
@@ -19,7 +18,6 @@ from reference import (
 
 from tokenpath.engine.families.registry import family_names, find_family
 from tokenpath.engine.runner import ModelRunner
-from tokenpath.models.local import open_model
 from tokenpath.protocol.errors import ModelFileError, ModelUnsupportedError
 
 
@@ -112,50 +110,3 @@ def test_bfloat16_stays_near_the_reference(name, tmp_path):
     expected = reference_logits(small_reference(name), ids)[-1]
     assert logits.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(logits, expected, dim=0) > 0.995
-
-
-GEMMA_TEXTS = (
-    "The capital of France is",
-    "def fibonacci(n):\n",
-    "Once upon a time, in a village by the sea,",
-    "Die Hauptstadt von Deutschland ist",
-    "1, 1, 2, 3, 5, 8,",
-    "Q: What is photosynthesis?\nA:",
-    "The quick brown fox",
-    "SELECT name FROM users WHERE",
-    "Dear Sir or Madam,\n\nI am writing to",
-    "En un lugar de la Mancha,",
-    "The mitochondria is",
-    "Ingredients:\n- 2 cups of flour\n",
-    "Water boils at",
-    "import numpy as np\n\n",
-    "To be, or not to be,",
-    "In 1969, the first humans",
-    "東京は",
-    "The three laws of motion are",
-    "<html>\n<head>\n",
-    "A haiku about autumn:\n",
-)
-
-
-@pytest.mark.real_model
-def test_gemma_270m_writes_what_transformers_writes(gemma_path):
-    """20 prompts, 64 greedy tokens each, and every logit they were chosen from.
-
-    The reference reads our output in one pass: its choice at each place being the token that
-    follows is the same as its generating that text itself.
-    """
-    torch.set_num_threads(1)
-    model = open_model(gemma_path)
-    runner = ModelRunner(model, dtype=torch.float32, device="cpu", num_blocks=200, block_tokens=16)
-    tokenizer = model.tokenizer()
-    driver = Driver(runner)
-    sequences = [driver.sequence(text, tokenizer.encode(text)) for text in GEMMA_TEXTS]
-    logits = driver.generate(sequences, new_tokens=64, chunk=512)
-    reference = gemma_reference(gemma_path)
-    for sequence in sequences:
-        rows = logits[sequence.request_id]
-        expected = reference_logits(reference, sequence.token_ids[:-1])
-        expected = expected[sequence.prompt_tokens - 1 :]
-        assert sequence.token_ids[sequence.prompt_tokens :] == expected.argmax(-1).tolist()
-        torch.testing.assert_close(rows, expected, atol=1e-3, rtol=0)

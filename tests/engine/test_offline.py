@@ -146,6 +146,7 @@ def test_a_failed_sequence_leaves_the_others_their_results(make_engine):
     assert b.token_ids == bad
     assert b.error.code == "engine_error"
     assert b.finish_reason is None
+    assert (b.usage.prompt_tokens, b.usage.completion_tokens) == (a.usage.prompt_tokens, 3)
     with pytest.raises(EngineError):
         list(engine.stream("b", GREEDY))
     assert engine.stats().kv_blocks_used == 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tokenpath.engine.logprobs import spell
 from tokenpath.engine.randomness import uniform
-from tokenpath.engine.rows import Rows, descending
+from tokenpath.engine.rows import CHUNK, Rows, descending
 from tokenpath.engine.sampler import Sampled, sample
 from tokenpath.engine.sampling_state import SamplingState
 from tokenpath.protocol.errors import EngineError
@@ -57,7 +57,9 @@ def reference_logits(logits: np.ndarray, s: SamplingState, prompt, output) -> np
     return raw, x.astype(np.float64)
 
 
-def reference_draw(x: np.ndarray, p: SamplingParams, u: float, *, top_p=None, min_p=None) -> int:
+def reference_draw(
+    x: np.ndarray, p: SamplingParams, u: float, u_in_chunk: float, *, top_p=None, min_p=None
+) -> int:
     """The obvious implementation in float64."""
     top_p = p.top_p if top_p is None else top_p
     min_p = p.min_p if min_p is None else min_p
@@ -66,7 +68,11 @@ def reference_draw(x: np.ndarray, p: SamplingParams, u: float, *, top_p=None, mi
     weights = np.exp((x - x.max()) / p.temperature)
     weights /= weights.sum()
     filtered = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
-    order = sorted(range(len(x)), key=lambda i: (-x[i], i)) if filtered else range(len(x))
+    if not filtered:
+        starts = range(0, len(x), CHUNK)
+        start = starts[reference_invert([weights[i : i + CHUNK].sum() for i in starts], u)]
+        return start + reference_invert(weights[start : start + CHUNK], u_in_chunk)
+    order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     if p.top_k:
         order = order[: p.top_k]
     kept, total, mass = [], 0.0, sum(weights[i] for i in order)
@@ -77,12 +83,16 @@ def reference_draw(x: np.ndarray, p: SamplingParams, u: float, *, top_p=None, mi
             break
         kept.append(token)
         total += weights[token]
-    cumulative = 0.0
-    for token in kept:
-        cumulative += weights[token]
+    return kept[reference_invert([weights[token] for token in kept], u)]
+
+
+def reference_invert(weights, u: float) -> int:
+    total, cumulative = sum(weights), 0.0
+    for index, weight in enumerate(weights):
+        cumulative += weight
         if cumulative > u * total:
-            return token
-    return kept[-1]
+            return index
+    return len(weights) - 1
 
 
 logit = st.one_of(
@@ -128,12 +138,13 @@ def test_equals_a_naive_implementation(data, vocab, given_params):
     p = s.params
     raw, x = reference_logits(logits, s, prompt, output)
     (drawn,) = draw(logits, s)
-    u = uniform(seed, len(output))
-    if drawn.token_id != reference_draw(x, p, u):
+    u, v = uniform(seed, len(output)), uniform(seed, len(output), 1)
+    if drawn.token_id != reference_draw(x, p, u, v):
         # The cuts and the draw are exact up to rounding: there either side of a cut is right.
         assert drawn.token_id in {
-            reference_draw(x, p, u + du, top_p=p.top_p + dp, min_p=p.min_p * (1 + dm))
+            reference_draw(x, p, u + du, v + dv, top_p=p.top_p + dp, min_p=p.min_p * (1 + dm))
             for du in (-1e-6, 0, 1e-6)
+            for dv in (-1e-6, 0, 1e-6)
             for dp in (-1e-6, 0, 1e-6)
             for dm in (-1e-9, 0, 1e-9)
         }
@@ -161,7 +172,9 @@ def test_equals_the_naive_implementation_on_many_tokens(scale, given_params):
     x = x.astype(np.float64)
     states = [state(seed=seed, **given_params) for seed in range(12)]
     drawn = [d.token_id for d in draw(np.tile(x, (12, 1)), *states)]
-    expected = [reference_draw(x, s.params, uniform(s.seed, 0)) for s in states]
+    expected = [
+        reference_draw(x, s.params, uniform(s.seed, 0), uniform(s.seed, 0, 1)) for s in states
+    ]
     # A draw within rounding of a boundary may fall to the neighbour; more than one is an error.
     assert sum(a != b for a, b in zip(drawn, expected, strict=True)) <= 1
 
@@ -355,5 +368,7 @@ def test_uniform_draws_are_uniform_and_unrelated():
     assert ((counts - 1000) ** 2 / 1000).sum() < 75  # 19 degrees of freedom, one in a billion
     assert abs(np.corrcoef(draws[:-1].ravel(), draws[1:].ravel())[0, 1]) < 0.03
     assert abs(np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]) < 0.03
+    second = np.array([[uniform(s, p, 1) for p in range(100)] for s in range(200)])
+    assert abs(np.corrcoef(draws.ravel(), second.ravel())[0, 1]) < 0.03
     assert uniform(-1, 0) == uniform(2**64 - 1, 0)
     assert len({uniform(2**70 + seed, 0) for seed in range(100)}) == 100

@@ -8,7 +8,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from scripted_engine import ScriptedCore
+
+from tokenpath.config.launch import TcpAddress
+from tokenpath.engine.server import EngineServer
+from tokenpath.fleet.replica import LinkedReplica
 from tokenpath.protocol.request import GenerationRequest, SamplingParams, TokenPrompt
+
+TOKEN = "the-secret"
 
 
 def request(request_id: str, *, kind: int = 1, max_tokens: int = 5) -> GenerationRequest:
@@ -40,3 +47,42 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+class Engine:
+    """A server running in this loop, and the core inside it."""
+
+    def __init__(self, core: ScriptedCore, load, address, tls, **options) -> None:
+        self.core = core
+        self.address = address
+        self.server = EngineServer(load or (lambda progress: core), token=TOKEN, **options)
+        self.serving = asyncio.create_task(self.server.serve(address, tls))
+
+    async def connect(self, **options) -> LinkedReplica:
+        while not self.serving.done():
+            if isinstance(self.address, TcpAddress) or self.address.path.exists():
+                break
+            await asyncio.sleep(0.005)
+        return await LinkedReplica.connect(
+            self.address, **{"replica_id": "r", "token": TOKEN, **options}
+        )
+
+    async def ready(self, **options) -> LinkedReplica:
+        link = await self.connect(**options)
+        await link.wait_ready()
+        return link
+
+    async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        await (await self.connect()).close()
+        return await asyncio.open_unix_connection(self.address.path)
+
+    async def idle(self) -> None:
+        await until(lambda: not self.core.live and not self.server._live)
+
+
+async def collect(link: LinkedReplica, wanted) -> list:
+    return [event async for event in link.generate(wanted)]
+
+
+def tokens(events) -> list[int]:
+    return [token for event in events for token in event.token_ids]

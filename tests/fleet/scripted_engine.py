@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from tokenpath.engine.__main__ import end_process, read_launch, run
+from tokenpath.engine.stage_clock import StageClock
 from tokenpath.protocol.errors import EngineError, InvalidRequestError, ModelFileError
 from tokenpath.protocol.events import (
     Failed,
@@ -23,6 +24,7 @@ from tokenpath.protocol.events import (
 )
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
+from tokenpath.protocol.stages import Stage
 
 REFUSED = 901
 """``submit`` raises a typed error."""
@@ -41,6 +43,8 @@ class ScriptedCore:
         self.step_s = step_s
         self.max_running = max_running
         self.live: dict[str, tuple[GenerationRequest, int]] = {}
+        """Request and how many tokens it has had."""
+        self.clocks: dict[str, StageClock] = {}
         self.aborted: dict[str, int] = {}
         """Request id to the number of steps done when the abort came."""
         self.steps = 0
@@ -62,7 +66,7 @@ class ScriptedCore:
             block_tokens=16,
         )
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest, *, arrived: float) -> None:
         kind = request.prompt.token_ids[0]
         if kind == REFUSED:
             raise InvalidRequestError("refused by the script", param="prompt")
@@ -70,32 +74,47 @@ class ScriptedCore:
             raise ZeroDivisionError("a bug")
         assert request.request_id not in self.live
         self.live[request.request_id] = (request, 0)
+        self.clocks[request.request_id] = StageClock(arrived)
 
-    def abort(self, request_id: str) -> None:
-        if self.live.pop(request_id, None) is not None:
-            self.aborted[request_id] = self.steps
+    def abort(self, request_id: str) -> Finish | None:
+        if request_id not in self.live:
+            return None
+        self.aborted[request_id] = self.steps
+        _, done = self.live[request_id]
+        return self.finish(request_id, FinishReason.ABORT, done)
+
+    def finish(self, request_id: str, reason: FinishReason, done: int) -> Finish:
+        del self.live[request_id]
+        stages = self.clocks.pop(request_id).total(time.monotonic())
+        return Finish(reason, Usage(prompt_tokens=1, completion_tokens=done), stages)
 
     def has_work(self) -> bool:
         return bool(self.live)
 
     def step(self) -> list[GenerationEvent]:
+        batch = list(self.live.items())[: self.max_running]
+        for request_id, _ in batch:
+            if self.clocks[request_id].stage is Stage.QUEUE:
+                self.clocks[request_id].enter(Stage.PREFILL, time.monotonic())
         time.sleep(self.step_s)
         self.steps += 1
         events: list[GenerationEvent] = []
-        for request_id, (request, before) in list(self.live.items())[: self.max_running]:
+        for request_id, (request, before) in batch:
+            if self.clocks[request_id].stage is Stage.PREFILL:
+                self.clocks[request_id].enter(Stage.DECODE, time.monotonic())
             kind = request.prompt.token_ids[0]
             if kind == BREAKS_ALL:
                 raise RuntimeError("the script breaks here")
             if kind == FAILS_ALONE and before == 1:
-                del self.live[request_id]
-                events.append(Failed(request_id, EngineError("this one failed").info()))
+                finish = self.finish(request_id, FinishReason.STOP, before)
+                error = EngineError("this one failed").info()
+                events.append(Failed(request_id, error, finish.stages, finish.usage))
                 continue
             done = before + 1
             self.generated += 1
             finish = None
             if done == request.sampling.max_tokens:
-                finish = Finish(FinishReason.LENGTH, Usage(prompt_tokens=1, completion_tokens=done))
-                del self.live[request_id]
+                finish = self.finish(request_id, FinishReason.LENGTH, done)
             else:
                 self.live[request_id] = (request, done)
             text = "x" * 100_000 if kind == WIDE else f"t{done}"

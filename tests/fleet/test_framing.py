@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from tokenpath.protocol import framing
 from tokenpath.protocol.errors import ErrorInfo
-from tokenpath.protocol.events import Failed, Finish, FinishReason, TokenDelta, TokenLogprob, Usage
+from tokenpath.protocol.events import (
+    EngineStages,
+    Failed,
+    Finish,
+    FinishReason,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
 from tokenpath.protocol.framing import FrameReader, FrameSplitter, FramingError, encode
 from tokenpath.protocol.link import (
     Abort,
@@ -27,7 +35,13 @@ FROM = framing.from_replica_codec()
 text = st.text(max_size=40)
 events = st.one_of(
     st.builds(TokenDelta, text, st.lists(st.integers(0, 2**31), max_size=3), text),
-    st.builds(Failed, text, st.builds(ErrorInfo, text, text, st.none() | text)),
+    st.builds(
+        Failed,
+        text,
+        st.builds(ErrorInfo, text, text, st.none() | text),
+        st.none() | st.builds(EngineStages, st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)),
+        st.none() | st.builds(Usage, st.none() | st.integers(0, 9)),
+    ),
 )
 frames_from = st.one_of(
     st.builds(Progress, text, st.floats(0, 1)),

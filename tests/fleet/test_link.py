@@ -11,7 +11,7 @@ import threading
 
 import msgspec
 import pytest
-from link_helpers import certificate, free_port, request, until
+from link_helpers import TOKEN, certificate, collect, free_port, request, tokens, until
 from scripted_engine import (
     BREAKS_ALL,
     FAILS_ALONE,
@@ -31,7 +31,7 @@ from tokenpath.config.launch import (
 from tokenpath.engine import connection
 from tokenpath.engine import server as server_module
 from tokenpath.engine import worker as work
-from tokenpath.engine.server import EXIT_BROKEN, EXIT_OK, EngineServer
+from tokenpath.engine.server import EXIT_BROKEN
 from tokenpath.engine.worker import Inbox
 from tokenpath.fleet.replica import LinkedReplica
 from tokenpath.protocol.errors import (
@@ -46,63 +46,6 @@ from tokenpath.protocol.events import Failed, FinishReason
 from tokenpath.protocol.framing import encode
 from tokenpath.protocol.link import Hello, StatsQuery, Submit
 from tokenpath.protocol.replica import ReplicaState
-
-TOKEN = "the-secret"
-
-
-class Engine:
-    """A server running in this loop, and the core inside it."""
-
-    def __init__(self, core: ScriptedCore, load, address, tls, **options) -> None:
-        self.core = core
-        self.address = address
-        self.server = EngineServer(load or (lambda progress: core), token=TOKEN, **options)
-        self.serving = asyncio.create_task(self.server.serve(address, tls))
-
-    async def connect(self, **options) -> LinkedReplica:
-        while not self.serving.done():
-            if isinstance(self.address, TcpAddress) or self.address.path.exists():
-                break
-            await asyncio.sleep(0.005)
-        return await LinkedReplica.connect(
-            self.address, **{"replica_id": "r", "token": TOKEN, **options}
-        )
-
-    async def ready(self, **options) -> LinkedReplica:
-        link = await self.connect(**options)
-        await link.wait_ready()
-        return link
-
-    async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        await (await self.connect()).close()
-        return await asyncio.open_unix_connection(self.address.path)
-
-    async def idle(self) -> None:
-        await until(lambda: not self.core.live and not self.server._live)
-
-
-@pytest.fixture
-async def engine(tmp_path):
-    engines = []
-
-    def start(core=None, *, load=None, address=None, tls=None, **options) -> Engine:
-        where = address or UnixAddress(tmp_path / f"s{len(engines)}")
-        engines.append(Engine(core or ScriptedCore(), load, where, tls, **options))
-        return engines[-1]
-
-    yield start
-    for one in engines:
-        one.server.end(EXIT_OK)
-        with contextlib.suppress(SpecError):
-            await one.serving
-
-
-async def collect(link: LinkedReplica, wanted) -> list:
-    return [event async for event in link.generate(wanted)]
-
-
-def tokens(events) -> list[int]:
-    return [token for event in events for token in event.token_ids]
 
 
 async def test_two_hundred_streams_share_one_connection(engine):
@@ -220,10 +163,9 @@ async def test_errors_end_their_own_request_only(engine):
     started = engine()
     link = await started.ready()
     good = asyncio.create_task(collect(link, request("good", max_tokens=50)))
-    refused = await collect(link, request("refused", kind=REFUSED))
-    assert refused == [
-        Failed("refused", InvalidRequestError("refused by the script", param="prompt").info())
-    ]
+    [refused] = await collect(link, request("refused", kind=REFUSED))
+    assert refused.error == InvalidRequestError("refused by the script", param="prompt").info()
+    assert refused.stages.queue_s >= 0
     [bug] = await collect(link, request("bug", kind=SUBMIT_BUG))
     assert bug.error.code == "engine_error"
     assert "ZeroDivisionError" not in bug.error.message
@@ -284,9 +226,9 @@ async def test_live_requests_are_counted(engine, monkeypatch):
 
 def test_a_full_inbox_refuses_everything_but_aborts():
     inbox = Inbox(max_commands=2)
-    assert inbox.put(work.Submit(request("a")))
+    assert inbox.put(work.Submit(request("a"), 0.0))
     assert inbox.put(work.QueryStats((1, 1)))
-    assert not inbox.put(work.Submit(request("b")))
+    assert not inbox.put(work.Submit(request("b"), 0.0))
     assert inbox.put(work.Abort("a"))
     assert len(inbox.take(wait=True)) == 3
     assert inbox.take(wait=False) == []

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -40,7 +41,7 @@ from tokenpath.protocol.errors import (
     SpecError,
     UnavailableError,
 )
-from tokenpath.protocol.events import Failed
+from tokenpath.protocol.events import Failed, FinishReason
 from tokenpath.protocol.framing import encode
 from tokenpath.protocol.link import Hello, Submit
 from tokenpath.protocol.replica import ReplicaState
@@ -224,6 +225,30 @@ async def test_stopping_right_after_starting(start):
     assert replica.state is ReplicaState.STOPPED
 
 
+async def test_an_abort_of_a_real_process_tells_what_it_has_cost(start):
+    replica = await start("slow-steps")
+    replica.abort("nobody")  # not linked yet
+    await ready(replica)
+    began = time.monotonic()
+    stream = replica.generate(request("a", max_tokens=10_000))
+    seen = [await anext(stream) for _ in range(3)]
+    replica.abort("a")
+    asked = time.monotonic()
+    seen += [event async for event in stream]
+    ended = time.monotonic()
+    finish = seen[-1].finish
+    assert finish.reason is FinishReason.ABORT
+    assert ended - asked < 0.5
+    assert finish.usage.completion_tokens == sum(len(event.token_ids) for event in seen)
+    stages = finish.stages
+    assert stages.prefill_s >= 0.05
+    assert stages.decode_s >= 0.1
+    # One monotonic clock for the whole machine: nothing is counted twice, and little is lost.
+    total = stages.queue_s + stages.prefill_s + stages.decode_s
+    assert ended - began - 0.3 < total <= ended - began
+    assert (await replica.stats()).aborts_total == 1
+
+
 async def test_stop_drains_and_ends_what_takes_too_long(start):
     replica = await ready(await start("slow-steps"))
     quick = asyncio.create_task(collect(replica, request("quick", max_tokens=4)))
@@ -285,7 +310,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off_by_a_real_process(start):
     writer.write(encode(Submit(request("slow", kind=WIDE, max_tokens=1_000_000))))
     await until(lambda: replica.last_stats.aborts_total == 1)
     writer.transport.abort()
-    assert any("reads too slowly" in line for line in replica.last_words)
+    await until(lambda: any("reads too slowly" in line for line in replica.last_words))
     assert len(await collect(replica, request("a"))) == 5
 
 

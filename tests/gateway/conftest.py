@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
-from gateway_harness import Script, Served, serving
+from gateway_harness import Log, Script, Served, serving
 
 
 @pytest.fixture(scope="module")
@@ -21,3 +22,18 @@ def server(module_server: Served) -> Iterator[Served]:
     module_server.replica.requests.clear()
     yield module_server
     module_server.settle()
+
+
+@pytest.fixture
+def log():
+    log = Log()
+    logger = logging.getLogger("tokenpath")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    for handler in log.handlers:
+        logger.addHandler(handler)
+    yield log
+    for handler in log.handlers:
+        logger.removeHandler(handler)
+    logger.setLevel(before)
+    assert "secret" not in log.text

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import logging
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +21,10 @@ import uvloop
 from openai import OpenAI
 
 from tokenpath.config.spec import Spec
+from tokenpath.engine.stage_clock import StageClock
 from tokenpath.gateway.app import App, create_app
 from tokenpath.gateway.auth import Authenticator
+from tokenpath.observe.log import JsonFormatter, TextFormatter
 from tokenpath.observe.metrics import Metrics
 from tokenpath.protocol.errors import ErrorInfo, InvalidRequestError, TokenpathError
 from tokenpath.protocol.events import (
@@ -33,6 +39,7 @@ from tokenpath.protocol.events import (
 )
 from tokenpath.protocol.replica import ModelCard, ReplicaState, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
+from tokenpath.protocol.stages import Stage
 from tokenpath.router.router import Router
 from tokenpath.router.served import ServedModel
 
@@ -86,7 +93,32 @@ class Script:
     )
     cached: int | None = 3
     hold_first: bool = False
-    """Wait for ever before the first word."""
+    """Wait for ever before the first word, in the engine's queue."""
+    prefill_s: float = 0.0
+    """Between the queue and the first word."""
+    hidden: int = 0
+    """Tokens that were generated and not shown; an abort or a failure reports them."""
+    deaf: bool = False
+    """Never answer an abort."""
+    fails_with_stages: bool = False
+    """A failure tells its usage and its stages, measured as an abort's are."""
+
+
+class Run:
+    """One sequence that follows its script."""
+
+    def __init__(self, request: GenerationRequest, script: Script) -> None:
+        self.request, self.script = request, script
+        self.clock = StageClock(time.monotonic())
+        self.given = 0
+        self.withdrawn = False
+
+    def stages(self) -> EngineStages:
+        return self.clock.total(time.monotonic())
+
+    def usage(self) -> Usage:
+        prompt = len(self.request.prompt.token_ids)
+        return Usage(prompt, self.script.cached, self.given + self.script.hidden)
 
 
 class ScriptedReplica:
@@ -102,32 +134,68 @@ class ScriptedReplica:
         self.open = 0
         self.aborted = 0
         self.sent = 0
+        self._withdrawn: dict[str, asyncio.Event] = {}
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
         self.requests.append(request)
         script = self.script(request) if callable(self.script) else self.script
         self.open += 1
+        self._withdrawn[request.request_id] = asyncio.Event()
+        run = Run(request, script)
         ended = False
         try:
-            async for event in self._play(request, script):
-                ended = not isinstance(event, TokenDelta) or event.finish is not None
+            events = self._play(run)
+            while (event := await self._next(events, run)) is not None:
+                ended = not isinstance(event, TokenDelta) or (
+                    event.finish is not None and event.finish.reason is not FinishReason.ABORT
+                )
                 self.sent += 1
                 yield event
         finally:
+            del self._withdrawn[request.request_id]
             self.open -= 1
             self.aborted += not ended
 
-    async def _play(self, request, script) -> AsyncIterator[GenerationEvent]:
+    def abort(self, request_id: str) -> None:
+        if request_id in self._withdrawn:
+            self._withdrawn[request_id].set()
+
+    async def _next(self, events: AsyncIterator, run: Run) -> GenerationEvent | None:
+        """The script's next event, or the end of a withdrawn sequence."""
+        if run.withdrawn:
+            return None
+        withdrawn = self._withdrawn[run.request.request_id]
+        waiting = [asyncio.ensure_future(anext(events, None))]
+        if not run.script.deaf:
+            waiting.append(asyncio.create_task(withdrawn.wait()))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if waiting[0].done() and not (withdrawn.is_set() and not run.script.deaf):
+                return waiting[0].result()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        run.withdrawn = True
+        finish = Finish(FinishReason.ABORT, run.usage(), run.stages())
+        return TokenDelta(run.request.request_id, finish=finish)
+
+    async def _play(self, run: Run) -> AsyncIterator[GenerationEvent]:
+        request, script = run.request, run.script
         await asyncio.sleep(script.before_s)
         if script.hold_first:
             await asyncio.Event().wait()
+        run.clock.enter(Stage.PREFILL, time.monotonic())
+        await asyncio.sleep(script.prefill_s)
+        run.clock.enter(Stage.DECODE, time.monotonic())
         words = list(script.words)[: request.sampling.max_tokens]
         given = 0
         while True:
             if script.fail_after == given:
                 if isinstance(script.error, Exception):
                     raise script.error
-                yield Failed(request.request_id, script.error)
+                cost = (run.stages(), run.usage()) if script.fails_with_stages else ()
+                yield Failed(request.request_id, script.error, *cost)
                 return
             if given == len(words) and not script.endless:
                 break
@@ -135,6 +203,7 @@ class ScriptedReplica:
                 await asyncio.sleep(script.gap_s)
             word = words[given % len(words)]
             given += 1
+            run.given = given
             yield TokenDelta(
                 request.request_id,
                 token_ids=[given],
@@ -289,3 +358,32 @@ def serving(
         yield served
     finally:
         served.stop()
+
+
+class Log:
+    """The request log as text and as JSON."""
+
+    def __init__(self) -> None:
+        self._text, self._json = io.StringIO(), io.StringIO()
+        self.handlers = []
+        self._taken = 0
+        for stream, formatter in ((self._text, TextFormatter()), (self._json, JsonFormatter())):
+            handler = logging.StreamHandler(stream)
+            handler.setFormatter(formatter)
+            self.handlers.append(handler)
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
+
+    def next(self) -> dict:
+        """The next completion's record; the line is written after the answer was sent."""
+        end = time.monotonic() + 10
+        while True:
+            lines = [json.loads(line) for line in self._json.getvalue().splitlines()]
+            lines = [line for line in lines if line.get("endpoint") == "/v1/completions"]
+            if len(lines) > self._taken:
+                self._taken += 1
+                return lines[self._taken - 1]
+            assert time.monotonic() < end
+            time.sleep(0.005)

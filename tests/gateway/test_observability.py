@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
-import logging
 import re
 import time
 
@@ -14,56 +11,11 @@ from gateway_harness import Script, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 from tokenpath.gateway.auth import Identity
-from tokenpath.observe.log import JsonFormatter, TextFormatter
 from tokenpath.protocol.errors import AuthenticationError
 from tokenpath.protocol.events import EngineStages
 from tokenpath.protocol.replica import ReplicaState, ReplicaStats
 
 BODY = {"model": "toy", "prompt": "my secret words"}
-
-
-class Log:
-    """The request log as text and as JSON."""
-
-    def __init__(self) -> None:
-        self._text, self._json = io.StringIO(), io.StringIO()
-        self.handlers = []
-        self._taken = 0
-        for stream, formatter in ((self._text, TextFormatter()), (self._json, JsonFormatter())):
-            handler = logging.StreamHandler(stream)
-            handler.setFormatter(formatter)
-            self.handlers.append(handler)
-
-    @property
-    def text(self) -> str:
-        return self._text.getvalue()
-
-    def next(self) -> dict:
-        """The next completion's record; the line is written after the answer was sent."""
-        end = time.monotonic() + 10
-        while True:
-            lines = [json.loads(line) for line in self._json.getvalue().splitlines()]
-            lines = [line for line in lines if line.get("endpoint") == "/v1/completions"]
-            if len(lines) > self._taken:
-                self._taken += 1
-                return lines[self._taken - 1]
-            assert time.monotonic() < end
-            time.sleep(0.005)
-
-
-@pytest.fixture
-def log():
-    log = Log()
-    logger = logging.getLogger("tokenpath")
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    for handler in log.handlers:
-        logger.addHandler(handler)
-    yield log
-    for handler in log.handlers:
-        logger.removeHandler(handler)
-    logger.setLevel(before)
-    assert "secret" not in log.text
 
 
 def samples(server) -> dict[tuple[str, tuple], float]:

@@ -111,7 +111,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def byte_level_vocabulary(
-    specials: Iterable[str] = ("<|endoftext|>", "<|im_start|>"),
+    specials: Iterable[str] = ("<|endoftext|>", "<|im_start|>"), *, size: int = 400
 ) -> dict[str, Any]:
     """``tokenizer.ggml.*`` of a GPT-2-style BPE trained on the corpus."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -120,7 +120,7 @@ def byte_level_vocabulary(
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trained.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+        CORPUS, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     )
     import json
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from checkpoints import byte_level_vocabulary, metadata_of, tensors_of, write_gguf
+from checkpoints import VOCAB, byte_level_vocabulary, metadata_of, tensors_of, write_gguf
 from typer.testing import CliRunner
 
 from tokenpath.cli.models import app
@@ -28,10 +28,9 @@ def models_dir(tmp_path, monkeypatch):
 def gguf(tmp_path):
     metadata = {
         **metadata_of("qwen2"),
-        **byte_level_vocabulary(),
+        **byte_level_vocabulary(size=VOCAB - 2),
         "tokenizer.chat_template": "{{ messages[0].content }}",
     }
-    metadata["qwen2.vocab_size"] = 320
     return write_gguf(tmp_path / "tiny.gguf", "qwen2", metadata, tensors_of("qwen2"))
 
 

@@ -27,8 +27,9 @@ class Completion:
     finish_reason: FinishReason | None
     """``stop`` or ``length``; None if the sequence failed."""
     usage: Usage
+    """Also of a failed sequence: what was computed for it until then."""
     stages: EngineStages
-    """Seconds it spent waiting, in prefill and in decode."""
+    """Seconds it spent waiting, in prefill and in decode, until its end or its failure."""
     matched_stop: str | int | None = None
     """The stop string or stop token id that ended it."""
     error: ErrorInfo | None = None
@@ -43,17 +44,17 @@ class CompletionDraft:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish: Finish | None = None
-    error: ErrorInfo | None = None
+    failed: Failed | None = None
 
     @property
     def ended(self) -> bool:
         """Whether the last event has come."""
-        return self.finish is not None or self.error is not None
+        return self.finish is not None or self.failed is not None
 
     def add(self, event: GenerationEvent) -> int:
         """Take an event; how many tokens it brought."""
         if isinstance(event, Failed):
-            self.error = event.error
+            self.failed = event
             return 0
         self.text.append(event.text)
         self.token_ids += event.token_ids
@@ -64,14 +65,15 @@ class CompletionDraft:
 
     def completion(self) -> Completion:
         """What has come so far."""
-        finish = self.finish
+        finish, failed = self.finish, self.failed
+        ending = finish or failed
         return Completion(
             text="".join(self.text),
             token_ids=self.token_ids,
             logprobs=self.logprobs,
             finish_reason=None if finish is None else finish.reason,
-            usage=Usage() if finish is None else finish.usage,
-            stages=EngineStages() if finish is None else finish.stages,
+            usage=(ending and ending.usage) or Usage(),
+            stages=(ending and ending.stages) or EngineStages(),
             matched_stop=None if finish is None else finish.matched_stop,
-            error=self.error,
+            error=None if failed is None else failed.error,
         )

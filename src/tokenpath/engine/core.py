@@ -41,7 +41,14 @@ from tokenpath.protocol.errors import (
     InvalidRequestError,
     TokenpathError,
 )
-from tokenpath.protocol.events import Failed, Finish, GenerationEvent, TokenDelta, Usage
+from tokenpath.protocol.events import (
+    Failed,
+    Finish,
+    FinishReason,
+    GenerationEvent,
+    TokenDelta,
+    Usage,
+)
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 from tokenpath.protocol.stages import Stage
@@ -130,8 +137,11 @@ class EngineCore:
                 f"{capacity} here"
             )
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest, *, arrived: float | None = None) -> None:
         """Queue a request; its events come from later steps.
+
+        ``arrived`` is when it came in, on the core's clock, if that was before this call: its time
+        in the queue and its deadline count from there.
 
         Output is cut to what the context leaves: a request for more ends with ``length``. Whether
         to refuse it instead is the front door's choice.
@@ -140,7 +150,8 @@ class EngineCore:
             InvalidRequestError: a parameter is out of its range, or the id is live.
             ContextLengthError: the prompt leaves no room for a single token.
         """
-        now = self._clock()
+        if arrived is None:
+            arrived = self._clock()
         self.check(request)
         params = request.sampling
         prompt = request.prompt.token_ids
@@ -162,19 +173,24 @@ class EngineCore:
             priority=request.priority,
             cache_key=(request.cache_salt, request.adapter or ""),
         )
-        deadline = math.inf if request.timeout_s is None else now + request.timeout_s
+        deadline = math.inf if request.timeout_s is None else arrived + request.timeout_s
         self._live[request.request_id] = _Live(
-            request, sequence, sampling, output, StageClock(now), deadline
+            request, sequence, sampling, output, StageClock(arrived), deadline
         )
 
-    def abort(self, request_id: str) -> bool:
-        """Forget a request and free its slot and blocks at once; False if it is not live.
+    def abort(self, request_id: str) -> Finish | None:
+        """Forget a request and free its slot and blocks at once.
 
-        No further event of it follows. Not to be called during ``step``.
+        Returns how it ended: reason ``abort``, with its usage and its stages until now; None if it
+        is not live. No further event of it follows. Not to be called during ``step``.
         """
-        known = self._release(request_id)
-        self._aborts_total += known
-        return known
+        live = self._live.get(request_id)
+        if live is None:
+            # A submission that failed half-way may have left it with the scheduler.
+            self._scheduler.finish(request_id)
+            return None
+        self._aborts_total += 1
+        return self._finish(live, End(FinishReason.ABORT), self._clock())
 
     def has_work(self) -> bool:
         """Whether any request is live."""
@@ -240,7 +256,7 @@ class EngineCore:
         for live in late:
             request = live.request
             error = DeadlineError(f"the request ran past its {request.timeout_s:g} seconds")
-            events.append(self._fail(request.request_id, error))
+            events.append(self._fail(live, error, now))
         return events
 
     def _enter(self, sequences: Iterable[Sequence], stage: Stage, now: float) -> None:
@@ -291,10 +307,10 @@ class EngineCore:
         tokens = {request_id: drawn.token_id for request_id, drawn in computed.sampled}
         self._scheduler.commit(committed, tokens)
         self._generated_tokens_total += len(tokens)
-        events: list[GenerationEvent] = [
-            self._fail(request_id, error) for request_id, error in computed.failed
-        ]
         now = self._clock()
+        events: list[GenerationEvent] = [
+            self._fail(self._live[request_id], error, now) for request_id, error in computed.failed
+        ]
         for request_id, drawn in computed.sampled:
             event = self._emit(self._live[request_id], drawn, now)
             if event is not None:
@@ -312,32 +328,42 @@ class EngineCore:
             # Neither the message nor the arguments: they may quote the text.
             frames = "".join(traceback.format_tb(error.__traceback__))
             log.error("output of %s failed: %s\n%s", request_id, type(error).__name__, frames)  # noqa: TRY400 - see above
-            return self._fail(request_id, _engine_error(error))
+            return self._fail(live, _engine_error(error), now)
         if output.end is None:
             return _delta(request_id, output, None) if output.token_ids or output.text else None
         finish = self._finish(live, output.end, now)
         return _delta(request_id, output, finish)
 
     def _finish(self, live: _Live, end: End, now: float) -> Finish:
-        self._release(live.request.request_id)
+        self._release(live)
         return Finish(
             reason=end.reason,
-            usage=Usage(
-                prompt_tokens=live.sequence.prompt_tokens,
-                cached_prompt_tokens=live.sequence.cached_prompt_tokens,
-                completion_tokens=live.output.generated,
-            ),
+            usage=_usage(live),
             stages=live.stages.total(now),
             matched_stop=end.matched_stop,
         )
 
-    def _fail(self, request_id: str, error: TokenpathError) -> Failed:
-        self._release(request_id)
-        return Failed(request_id, error.info())
+    def _fail(self, live: _Live, error: TokenpathError, now: float) -> Failed:
+        self._release(live)
+        return Failed(
+            live.request.request_id,
+            error.info(),
+            stages=live.stages.total(now),
+            usage=_usage(live),
+        )
 
-    def _release(self, request_id: str) -> bool:
+    def _release(self, live: _Live) -> None:
+        request_id = live.request.request_id
         self._scheduler.finish(request_id)
-        return self._live.pop(request_id, None) is not None
+        del self._live[request_id]
+
+
+def _usage(live: _Live) -> Usage:
+    return Usage(
+        prompt_tokens=live.sequence.prompt_tokens,
+        cached_prompt_tokens=live.sequence.cached_prompt_tokens,
+        completion_tokens=live.output.generated,
+    )
 
 
 def _delta(request_id: str, output: Output, finish: Finish | None) -> TokenDelta:

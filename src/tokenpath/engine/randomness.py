@@ -10,15 +10,18 @@ import secrets
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_STAGE = 0xD1B54A32D192ED03
 
 
-def uniform(seed: int, position: int) -> float:
-    """The draw of one seed at one output position, uniform in [0, 1) on a grid of 2**-53.
+def uniform(seed: int, position: int, stage: int = 0) -> float:
+    """A draw of one seed at one output position, uniform in [0, 1) on a grid of 2**-53.
+
+    A choice made in several stages takes one draw a stage.
 
     ``seed`` may be any integer (its low 64 bits count); ``position`` is the number of output
     tokens before this one. Neighbouring seeds and positions give unrelated numbers.
     """
-    key = _mix((seed + _GOLDEN) & _MASK)
+    key = _mix((seed + _GOLDEN + stage * _STAGE) & _MASK)
     return (_mix((key + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 

@@ -30,12 +30,13 @@ from tokenpath.engine.connection import HELLO_TIMEOUT_S, MAX_SEND_BUFFER_BYTES, 
 from tokenpath.protocol.errors import (
     DrainingError,
     EngineError,
+    ErrorInfo,
     NotReadyError,
     OverloadedError,
     SpecError,
     TokenpathError,
 )
-from tokenpath.protocol.events import Failed, GenerationEvent, TokenDelta
+from tokenpath.protocol.events import Failed, FinishReason, GenerationEvent, TokenDelta
 from tokenpath.protocol.framing import READ_BYTES, FramingError
 from tokenpath.protocol.link import (
     Abort,
@@ -61,16 +62,23 @@ MAX_LIVE_REQUESTS: Final = 16_384
 FAREWELL_S: Final = 5.0
 """How long the last frames may take to leave, and how long a failed load waits for a first
 gateway that can be told why."""
+LAST_STEP_S: Final = 1.0
+"""At the end of a drain: how long what is aborted may take to tell its usage and stages. Within the
+time that the fleet has on top of the grace."""
 PROGRESS_STEP: Final = 0.01
 
 log = logging.getLogger("tokenpath.engine")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Owner:
     connection: Connection
     request_id: str
     """As the gateway knows it."""
+    withdrawn: bool = False
+    """An abort is on its way to the core; a second one would tell it nothing."""
+    withdrawn_for: ErrorInfo | None = None
+    """What the gateway is told if it was not the gateway that withdrew it."""
 
 
 class EngineServer:
@@ -137,18 +145,27 @@ class EngineServer:
     async def drain(self, grace_s: float) -> int:
         """Refuse new requests, let the running ones finish, abort the rest; how many those were."""
         self._draining = True
+        if await self._idle_within(grace_s):
+            return 0
+        aborted = len(self._live)
+        log.info("aborting %d requests that outlived the drain's grace", aborted)
+        error = DrainingError("the replica was stopped before the request finished")
+        for internal_id, owner in self._live.items():
+            owner.withdrawn_for = error.info()
+            self._withdraw(internal_id, owner)
+        if not await self._idle_within(LAST_STEP_S):
+            self._fail_live(error)
+        return aborted
+
+    async def _idle_within(self, seconds: float) -> bool:
         try:
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(seconds):
                 while self._live:
                     self._live_changed.clear()
                     await self._live_changed.wait()
         except TimeoutError:
-            log.info("aborting %d requests that outlived the drain's grace", len(self._live))
-        aborted = len(self._live)
-        for internal_id in self._live:
-            self._worker.inbox.put(work.Abort(internal_id))
-        self._fail_live(DrainingError("the replica was stopped before the request finished"))
-        return aborted
+            return not self._live
+        return True
 
     # What the worker reports, on the event loop.
 
@@ -176,11 +193,11 @@ class EngineServer:
         for event in result.events:
             ended = isinstance(event, Failed) or event.finish is not None
             owner = self._live.get(event.request_id)
-            if owner is None:  # aborted while the step ran
+            if owner is None:  # its gateway went away while the step ran
                 continue
             if ended:
                 self._forget(event.request_id)
-            outputs[owner.connection].append(_renamed(event, owner.request_id))
+            outputs[owner.connection].append(_addressed(event, owner))
         receivers = self._connections if result.stats is not None else list(outputs)
         for connection in list(receivers):
             connection.send(StepOutput(outputs.get(connection, []), result.stats))
@@ -223,7 +240,10 @@ class EngineServer:
                 case Submit(request):
                     self._submit(connection, request)
                 case Abort(request_id):
-                    self._abort(_internal_id(connection, request_id))
+                    internal_id = _internal_id(connection, request_id)
+                    owner = self._live.get(internal_id)
+                    if owner is not None:
+                        self._withdraw(internal_id, owner)
                 case StatsQuery(query_id):
                     self._query(connection, query_id)
                 case Drain(grace_s):
@@ -233,8 +253,10 @@ class EngineServer:
 
     def _disconnected(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        for internal_id in [i for i, o in self._live.items() if o.connection is connection]:
-            self._abort(internal_id)
+        gone = [(i, o) for i, o in self._live.items() if o.connection is connection]
+        for internal_id, owner in gone:
+            self._withdraw(internal_id, owner)
+            self._forget(internal_id)
         self.on_disconnect()
 
     def _submit(self, connection: Connection, request: GenerationRequest) -> None:
@@ -244,7 +266,7 @@ class EngineServer:
         refusal = self._refusal()
         if refusal is None:
             renamed = msgspec.structs.replace(request, request_id=internal_id)
-            if self._worker.inbox.put(work.Submit(renamed)):
+            if self._worker.submit(renamed):
                 self._live[internal_id] = _Owner(connection, request.request_id)
                 return
             refusal = OverloadedError("the replica cannot take requests as fast as they come")
@@ -259,8 +281,9 @@ class EngineServer:
             return OverloadedError(f"the replica already holds {MAX_LIVE_REQUESTS} requests")
         return None
 
-    def _abort(self, internal_id: str) -> None:
-        if self._forget(internal_id):
+    def _withdraw(self, internal_id: str, owner: _Owner) -> None:
+        if not owner.withdrawn:
+            owner.withdrawn = True
             self._worker.inbox.put(work.Abort(internal_id))
 
     def _query(self, connection: Connection, query_id: int) -> None:
@@ -280,11 +303,10 @@ class EngineServer:
 
     # Endings.
 
-    def _forget(self, internal_id: str) -> bool:
-        known = self._live.pop(internal_id, None) is not None
+    def _forget(self, internal_id: str) -> None:
+        del self._live[internal_id]
         if not self._live:
             self._live_changed.set()
-        return known
 
     def _fail_live(self, error: TokenpathError) -> None:
         failed: defaultdict[Connection, list[GenerationEvent]] = defaultdict(list)
@@ -347,7 +369,12 @@ def _internal_id(connection: Connection, request_id: str) -> str:
     return f"{connection.number}/{request_id}"
 
 
-def _renamed(event: GenerationEvent, request_id: str) -> GenerationEvent:
-    if isinstance(event, TokenDelta):
-        return TokenDelta(request_id, event.token_ids, event.text, event.logprobs, event.finish)
-    return Failed(request_id, event.error)
+def _addressed(event: GenerationEvent, owner: _Owner) -> GenerationEvent:
+    """The event as the owner is to see it."""
+    request_id = owner.request_id
+    if isinstance(event, Failed):
+        return Failed(request_id, event.error, event.stages, event.usage)
+    finish = event.finish
+    if finish is not None and finish.reason is FinishReason.ABORT and owner.withdrawn_for:
+        return Failed(request_id, owner.withdrawn_for, finish.stages, finish.usage)
+    return TokenDelta(request_id, event.token_ids, event.text, event.logprobs, finish)

@@ -2,7 +2,9 @@
 
 The event loop never waits for a step and the engine never waits for a socket. Between them are an
 ``Inbox`` drained before every step, so that an abort takes effect within one step, and an
-``Outlet`` called once per step. When there is nothing to do the thread sleeps on the inbox.
+``Outlet`` called once per step. A request is stamped when it is put into the inbox, so that its
+wait for the running step counts as its time in the queue. When there is nothing to do the thread
+sleeps on the inbox.
 
 If ``Core.step`` raises, the failure was not one request's own (the core ends those by itself), so
 the state of every sequence, block and batch is in doubt. The worker then stops for good, and the
@@ -19,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from tokenpath.protocol.errors import EngineError, ErrorInfo, TokenpathError
-from tokenpath.protocol.events import Failed, GenerationEvent
+from tokenpath.protocol.errors import EngineError, TokenpathError
+from tokenpath.protocol.events import EngineStages, Failed, Finish, GenerationEvent, TokenDelta
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
@@ -38,11 +40,15 @@ class Core(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises a ``TokenpathError`` that ends only this request."""
+    def submit(self, request: GenerationRequest, *, arrived: float) -> None:
+        """Queue a request that came in at ``arrived``, on the worker's clock.
 
-    def abort(self, request_id: str) -> object:
-        """Forget a request and free what it held; an unknown one is ignored."""
+        Raises a ``TokenpathError`` that ends only this request.
+        """
+
+    def abort(self, request_id: str) -> Finish | None:
+        """Forget a request, free what it held, and say how it ended; None for an unknown one."""
+        ...
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -65,6 +71,8 @@ Load = Callable[[Progress], Core]
 @dataclass(frozen=True, slots=True)
 class Submit:
     request: GenerationRequest
+    arrived: float
+    """When it came in, on the worker's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,7 @@ class Worker:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``clock`` is the core's too: both measure a request's stages."""
         self.inbox = Inbox()
         self._load = load
         self._outlet = outlet
@@ -165,6 +174,10 @@ class Worker:
 
     def start(self) -> None:
         self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> bool:
+        """Hand over a request that has just come in. Never blocks; False if the inbox is full."""
+        return self.inbox.put(Submit(request, self._clock()))
 
     def stop(self) -> None:
         """End after the current step, or at once when idle; does not wait for it."""
@@ -205,7 +218,9 @@ class Worker:
             events, queries = self._apply(core, commands)
             worked = working or bool(commands)
             if core.has_work():
-                events += core.step()
+                if events:  # Whoever waits for an ending does not wait for the step as well.
+                    self._outlet.stepped(StepResult(events, None))
+                events = core.step()
             working = core.has_work()
             gone_idle = worked and not working
             now = self._clock()
@@ -225,23 +240,28 @@ class Worker:
         queries: list[tuple[int, int]] = []
         for command in commands:
             match command:
-                case Submit(request):
-                    error = self._submit(core, request)
+                case Submit(request, arrived):
+                    error = self._submit(core, request, arrived)
                     if error is not None:
-                        events.append(Failed(request.request_id, error))
+                        stages = EngineStages(queue_s=self._clock() - arrived)
+                        events.append(Failed(request.request_id, error.info(), stages))
                 case Abort(request_id):
-                    core.abort(request_id)
+                    finish = core.abort(request_id)
+                    if finish is not None:
+                        events.append(TokenDelta(request_id, finish=finish))
                 case QueryStats(key):
                     queries.append(key)
         return events, tuple(queries)
 
-    def _submit(self, core: Core, request: GenerationRequest) -> ErrorInfo | None:
+    def _submit(
+        self, core: Core, request: GenerationRequest, arrived: float
+    ) -> TokenpathError | None:
         try:
-            core.submit(request)
+            core.submit(request, arrived=arrived)
         except TokenpathError as error:
-            return error.info()
+            return error
         except Exception:
             log.exception("submitting request %s failed", request.request_id)
             core.abort(request.request_id)
-            return EngineError("the engine could not take the request").info()
+            return EngineError("the engine could not take the request")
         return None

@@ -155,6 +155,11 @@ class LocalReplica:
             case _:
                 raise NotReadyError("the model is still loading")
 
+    def abort(self, request_id: str) -> None:
+        """Withdraw a request; see ``protocol.replica``."""
+        if self._link is not None:
+            self._link.abort(request_id)
+
     async def stats(self) -> ReplicaStats:
         """Ask the process now. Raises ``ReplicaLostError``."""
         if self._link is None:

@@ -15,6 +15,7 @@ import hmac
 import itertools
 import logging
 import ssl
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
@@ -91,6 +92,9 @@ class LinkedReplica:
         self._load_error: TokenpathError | None = None
         self._numbers = itertools.count(1)
         self._streams: dict[str, _Queue] = {}
+        """By id on the wire, until the last event has come or the iterator was closed."""
+        self._wire_ids: defaultdict[str, set[str]] = defaultdict(set)
+        """By the request's own id; those of all its open iterators."""
         self._queries: dict[int, asyncio.Future[ReplicaStats]] = {}
         self._drains: list[asyncio.Future[int]] = []
         self._settled = asyncio.Event()
@@ -179,9 +183,11 @@ class LinkedReplica:
         abort before it returns. An error of this one request is a ``Failed`` event, not raised.
         """
         self._check_takes_requests()
-        wire_id = f"{request.request_id}~{next(self._numbers)}"
+        request_id = request.request_id
+        wire_id = f"{request_id}~{next(self._numbers)}"
         queue: _Queue = asyncio.Queue()
         self._streams[wire_id] = queue
+        self._wire_ids[request_id].add(wire_id)
         try:
             self._write(_submission(msgspec.structs.replace(request, request_id=wire_id)))
             await self._flush()
@@ -191,10 +197,19 @@ class LinkedReplica:
                 if isinstance(event, TokenpathError):
                     raise event
                 ended = _ends(event)
-                yield msgspec.structs.replace(event, request_id=request.request_id)
+                yield msgspec.structs.replace(event, request_id=request_id)
         finally:
+            self._wire_ids[request_id].discard(wire_id)
+            if not self._wire_ids[request_id]:
+                del self._wire_ids[request_id]
             # Still listed: neither its end nor the connection's has arrived.
             if self._streams.pop(wire_id, None) is not None:
+                self._send(Abort(wire_id))
+
+    def abort(self, request_id: str) -> None:
+        """Withdraw a request; see ``protocol.replica``."""
+        for wire_id in self._wire_ids.get(request_id, ()):
+            if wire_id in self._streams:
                 self._send(Abort(wire_id))
 
     async def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> ReplicaStats:

@@ -139,7 +139,7 @@ class GenerationEndpoint(Generic[Request]):
                     await self._answer(plan, execution, send, created)
         finally:
             call.first_token_s = execution.first_token_s
-            call.usage = plan.usage(execution.finishes, execution.usage)
+            call.usage = plan.usage(execution.reported, execution.usage)
 
     async def _answer(self, plan: Plan, execution: Execution, send: Send, created: int) -> None:
         wholes = [Whole() for _ in range(plan.sequences)]
@@ -147,7 +147,7 @@ class GenerationEndpoint(Generic[Request]):
             await execution.wait()
             for output in execution.take():
                 wholes[output.sequence].add(output)
-        usage = plan.usage(execution.finishes, execution.usage)
+        usage = plan.usage(execution.reported, execution.usage)
         await send_json(send, self._door.answer(plan, wholes, usage, created))
 
     async def _stream(
@@ -165,7 +165,7 @@ class GenerationEndpoint(Generic[Request]):
                 continue
             waiting = False
             if execution.done():
-                usage = plan.usage(execution.finishes, execution.usage)
+                usage = plan.usage(execution.reported, execution.usage)
                 await stream.close(events + writer.closing(usage))
             else:
                 await stream.write(events)

@@ -44,16 +44,16 @@ class Plan:
         """As OpenAI counts: each prompt once, whatever ``n``."""
         return sum(len(prompt) for prompt in self.prompts)
 
-    def usage(self, finishes: Sequence[Finish | None], output: Usage) -> Usage:
-        """The call's token counts.
+    def usage(self, reported: Sequence[Usage | None], output: Usage) -> Usage:
+        """The call's token counts, of its sequences' own as far as the replica has reported them.
 
         Of a prompt's tokens those count as cached that every choice of it found cached, which is
         what was there before the call.
         """
         cached: int | None = 0
         for prompt in range(len(self.prompts)):
-            of_prompt = finishes[prompt * self.n : (prompt + 1) * self.n]
-            counts = [None if f is None else f.usage.cached_prompt_tokens for f in of_prompt]
+            of_prompt = reported[prompt * self.n : (prompt + 1) * self.n]
+            counts = [None if usage is None else usage.cached_prompt_tokens for usage in of_prompt]
             known = [count for count in counts if count is not None]
             cached = None if cached is None or len(known) < len(counts) else cached + min(known)
         return Usage(

@@ -1,10 +1,11 @@
 """The stage ledger: where one request's time went, each stage measured by its own start and end.
 
 The gateway's stages are measured here, on one injected monotonic clock; the engine's arrive as
-durations with ``Finish`` and were measured there. Stages never overlap, so they sum to at most the
-wall time; the rest is reported as ``unattributed``, the only figure that is a subtraction. In it is
-what nobody timed: the event loop, the link between the processes, an aborted request's time in the
-engine.
+durations with a sequence's last event and were measured there. Stages never overlap, so they sum to
+at most the wall time; the rest is reported as ``unattributed``, the only figure that is a
+subtraction. In it is what nobody timed: the event loop, the link between the processes, and the
+engine's time of a request whose end it could not report (its process was lost, or a step outlasted
+the gateway's wait).
 """
 
 from __future__ import annotations
@@ -72,10 +73,15 @@ class Ledger:
         self._add(stage, self._clock() - started)
 
     def merge(self, engine: EngineStages) -> None:
-        """Take over what the engine measured of the sequence on the critical path."""
+        """Take over what the engine measured of the sequence on the critical path.
+
+        Stages that it did not reach have no time, and do not count as having happened.
+        """
         self._add(Stage.QUEUE, engine.queue_s)
-        self._add(Stage.PREFILL, engine.prefill_s)
-        self._add(Stage.DECODE, engine.decode_s)
+        if engine.prefill_s:
+            self._add(Stage.PREFILL, engine.prefill_s)
+        if engine.decode_s:
+            self._add(Stage.DECODE, engine.decode_s)
 
     def close(self) -> StageTimes:
         """End the request now, and the open stage with it. Closing again changes nothing."""

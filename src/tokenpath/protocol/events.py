@@ -1,8 +1,10 @@
 """What comes back left: ``TokenDelta``s, closed by one with a ``Finish`` or by a ``Failed``.
 
 Per request the order is: zero or more deltas without ``finish``, then exactly one delta with it or
-exactly one ``Failed``. A token id and its logprob travel in the delta that releases the token's
-text, so that a token swallowed by a stop string is never seen by the client.
+exactly one ``Failed``; a request that is withdrawn ends with a ``Finish`` like any other, of reason
+``abort``. Either ending carries what the sequence cost until then. A token id and its logprob
+travel in the delta that releases the token's text, so that a token swallowed by a stop string is
+never seen by the client.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class EngineStages(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     queue_s: float = 0.0
-    """From arrival (or preemption) until its first token is scheduled."""
+    """From its arrival in the engine's process (or preemption) until its first token is scheduled;
+    waiting for the step that is running is part of it."""
     prefill_s: float = 0.0
     """From being scheduled until a token is sampled."""
     decode_s: float = 0.0
@@ -86,11 +89,15 @@ class TokenDelta(msgspec.Struct, frozen=True, tag="delta", omit_defaults=True):
     finish: Finish | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
     """The sequence ended with an error; its neighbours are untouched."""
 
     request_id: str
     error: ErrorInfo
+    stages: EngineStages | None = None
+    """Until the failure; None where nobody can tell any more."""
+    usage: Usage | None = None
+    """What was computed for it until then; None where nobody can tell any more."""
 
 
 GenerationEvent = TokenDelta | Failed

@@ -32,6 +32,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Withdraw a request. It stays live until its last event has come; unknown ones are ignored."""
+
     request_id: str
 
 

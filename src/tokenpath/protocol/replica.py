@@ -93,6 +93,14 @@ class Replica(Protocol):
         """
         ...
 
+    def abort(self, request_id: str) -> None:
+        """Withdraw a request, and let its iterator tell what it has cost.
+
+        The stream then ends with a ``Finish`` of reason ``abort`` within one engine step, unless
+        it has ended by itself meanwhile. Unknown ids are ignored.
+        """
+        ...
+
     async def stats(self) -> ReplicaStats:
         """Ask the replica now. Raises ``ReplicaLostError``."""
         ...

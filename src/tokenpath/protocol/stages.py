@@ -21,7 +21,7 @@ class Stage(enum.StrEnum):
     ROUTE = "route"
     """Admission and choosing a replica."""
     QUEUE = "queue"
-    """Waiting in the engine."""
+    """Waiting in the engine, from the request's arrival there."""
     PREFILL = "prefill"
     KV_TRANSFER = "kv_transfer"
     DECODE = "decode"
@@ -31,4 +31,5 @@ class Stage(enum.StrEnum):
 
 
 ENGINE_STAGES = (Stage.QUEUE, Stage.PREFILL, Stage.KV_TRANSFER, Stage.DECODE)
-"""Measured by the replica and reported with ``Finish``; the others are measured by the gateway."""
+"""Measured by the replica and reported with a sequence's last event; the gateway measures the
+others."""
