@@ -40,9 +40,9 @@ soak: .venv/.complete ## The property tests at length: 10,000 examples each wher
 bench-load: .venv/.complete ## Latency and throughput of both models at 1, 8 and 32 callers (15 minutes)
 	@$(BIN)/python bench/levels.py $(ARGS)
 
-docs: .venv/.complete ## Regenerate the reference pages that come from the code
-	$(BIN)/tokenpath spec docs
+docs: .venv/.complete ## Rewrite docs/reference/{spec,cli,errors}.md from the code
+	$(BIN)/python -m tokenpath.cli.reference docs/reference
 
-clean: ## Remove the environment and every cache
+clean: ## Remove the environment and the tools' caches; pulled models stay
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""A batch of prompts through a model, without a server: ``python examples/offline.py``."""
+"""A batch of prompts, without a server: ``.venv/bin/python examples/offline.py``."""
 
 from tokenpath import Engine, SamplingParams
 
