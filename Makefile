@@ -34,8 +34,10 @@ format: .venv/.complete ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: .venv/.complete ## The property tests at length: 10,000 examples each where it says so
-	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/policy --timeout 3600
+soak: .venv/.complete ## Property tests with 10,000 examples, and every equality with the reference
+	@$(BIN)/tokenpath models pull gemma-3-270m
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/policy tests/engine/test_gemma_equality.py \
+		--timeout 3600
 
 bench-load: .venv/.complete ## Latency and throughput of both models at 1, 8 and 32 callers (15 minutes)
 	@$(BIN)/python bench/levels.py $(ARGS)

@@ -77,6 +77,18 @@ def test_debug_shows_the_traceback_too(capsys, monkeypatch):
     assert err.endswith("the sentence\n")
 
 
+@pytest.mark.parametrize("command", ["--version", "--help", "spec schema", "models list"])
+def test_output_that_cannot_be_written(command, home):
+    shell = f"{sys.executable} -m tokenpath.cli.main {command}"
+    full = subprocess.run(
+        f"{shell} > /dev/full", shell=True, capture_output=True, text=True, check=False
+    )
+    assert full.returncode == 1
+    assert full.stderr == "the output cannot be written: No space left on device\n"
+    closed = subprocess.run(f"{shell} >&-", shell=True, capture_output=True, text=True, check=False)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
 def test_a_bug_is_not_hidden():
     def fail():
         raise ZeroDivisionError

@@ -113,7 +113,19 @@ mystery: 1
         (f"? [1]\n: 2\n{OK}", "s.yaml:1:3: a key must be a plain word"),
         (
             "models: [{source: a, name: m}, {source: b, name: m}]",
-            "s.yaml:1:1: model names must differ; repeated: m",
+            "s.yaml:1:50: models[1].name: models[0] has the name 'm' already; names must differ",
+        ),
+        (
+            'models: [{source: a, name: ""}]',
+            "s.yaml:1:28: models[0].name: must be printable characters",
+        ),
+        (
+            'models: [{source: a, name: "a\\nb"}]',
+            "s.yaml:1:28: models[0].name: must be printable characters",
+        ),
+        (
+            f"models: [{{source: a, engine: {{threads: {10**22}}}}}]",
+            "s.yaml:1:40: models[0].engine.threads: must be at most 4096",
         ),
         ("gateway: {port: 70000}\n" + OK, "s.yaml:1:17: gateway.port: must be at most 65535, not 70000"),
         ("gateway: {limits: {request_s: .nan}}\n" + OK, "s.yaml:1:31: gateway.limits.request_s: must be a finite"),

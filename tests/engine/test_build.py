@@ -57,6 +57,7 @@ def test_a_context_that_the_pool_cannot_hold_is_refused(model):
 def test_a_device_that_is_not_there_is_refused(model):
     for device in ("cuda:99", "abacus"):
         assert f"device '{device}' cannot be used" in refuse(model, 1 << 40, device=device)
+    assert "computes nothing" in refuse(model, 1 << 40, device="meta")
 
 
 @pytest.mark.real_model

@@ -131,6 +131,7 @@ def test_wrong_shape_tells_both(tmp_path):
     [
         ({"qwen2__block_count": 3}, ModelFileError, "blk.2.attn_norm.weight"),
         ({"qwen2__block_count": 1}, ModelUnsupportedError, "blk.1"),
+        ({"qwen2__block_count": 4_000_000_000}, ModelFileError, "must be from 1 to 10000"),
         ({"qwen2__block_count": 0}, ModelFileError, "must be positive"),
         ({"qwen2__attention__head_count": 0}, ModelFileError, "must be positive"),
         ({"qwen2__attention__head_count_kv": 3}, ModelFileError, "evenly"),

@@ -245,6 +245,22 @@ def test_qwen_slides_only_when_told_to(tmp_path):
         ({"num_hidden_layers": 4}, ModelFileError, "model.layers.3."),
         ({"num_hidden_layers": 2}, ModelUnsupportedError, "model.layers.2."),
         ({"attention_bias": True}, ModelFileError, "q_proj.bias"),
+        ({"num_hidden_layers": 10**30}, ModelFileError, "must be from 1 to 10000"),
+        (
+            {"model_type": "mistral", "num_hidden_layers": 10**30},
+            ModelFileError,
+            "must be from 1 to 10000",
+        ),
+        ({"rms_norm_eps": 10**400}, ModelFileError, "a number of usual size"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "hidden_activation": "gelu_pytorch_tanh",
+                "query_pre_attn_scalar": 0,
+            },
+            ModelFileError,
+            "must be positive",
+        ),
     ],
 )
 def test_bad_configurations(tmp_path_factory, changes, error, words, llama_folder):
@@ -277,6 +293,32 @@ def test_files_that_are_not_json_or_missing(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "llama"}))
     with pytest.raises(ModelFileError, match=r"no \*\.safetensors"):
         open_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("generation_config.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"a":' * 100_000),
+    ],
+)
+def test_json_that_is_nested_too_deeply(tmp_path, llama_folder, name, text):
+    for file in llama_folder.iterdir():
+        if file.name != name:
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ModelFileError, match="too deeply"):
+        open_model(tmp_path)
+
+
+def test_side_files_of_odd_shapes(tmp_path, llama_folder):
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).symlink_to(llama_folder / file)
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": 5}')
+    assert open_model(tmp_path).chat_template() is None
+    template = '{"chat_template": [{"name": ["default"], "template": "x"}]}'
+    (tmp_path / "tokenizer_config.json").write_text(template)
+    assert open_model(tmp_path).chat_template() is None
 
 
 def safetensors(path, header, data=b""):

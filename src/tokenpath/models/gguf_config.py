@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenpath.models.architecture import LayerKind, ModelConfig, RopeScaling
 from tokenpath.models.gguf_file import GgufArray, GgufFile
-from tokenpath.models.layout import TensorInfo, layer_kinds, layout_for_gguf
+from tokenpath.models.layout import TensorInfo, checked_layers, layer_kinds, layout_for_gguf
 from tokenpath.models.special_tokens import DOCUMENT_ENDS, TURN_ENDS, end_ids
 from tokenpath.protocol.errors import ModelFileError, ModelUnsupportedError
 
@@ -52,7 +52,7 @@ def gguf_config(file: GgufFile, tensors: Mapping[str, TensorInfo]) -> ModelConfi
             f"{file.path} has keys of {head_dim}, values of {value_dim} and rotary embeddings of "
             f"{rotary} dimensions; supported: all three equal"
         )
-    layers = keys.integer("block_count")
+    layers = checked_layers(keys.integer("block_count"), file.path)
     vocab_size = _vocab_size(keys, tensors)
     return ModelConfig(
         family=family,

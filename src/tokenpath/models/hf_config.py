@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokenpath.models.architecture import LayerKind, ModelConfig, RopeScaling
-from tokenpath.models.layout import layer_kinds, layout_for_model_type
+from tokenpath.models.layout import checked_layers, layer_kinds, layout_for_model_type
 from tokenpath.protocol.errors import ModelFileError, ModelUnsupportedError
 
 Json = Mapping[str, Any]
@@ -107,6 +107,10 @@ def hf_config(raw: Json, source: Path) -> ModelConfig:
     biases = keys.flag("attention_bias")
     kinds, window = _windows(keys, model_type)
     scalar = keys.optional_number("query_pre_attn_scalar") if gemma else None
+    if scalar is not None and not scalar > 0:
+        raise ModelFileError(
+            f"{source}: 'query_pre_attn_scalar' is {scalar:g}, but must be positive"
+        )
     return ModelConfig(
         family=layout.family,
         architecture=_architecture(keys, model_type),
@@ -185,7 +189,10 @@ class _Keys:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._wrong(key, "a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # an integer of more than 308 digits
+            raise self._wrong(key, "a number of usual size") from None
 
     def flag(self, key: str) -> bool:
         """A boolean; false if absent or null."""
@@ -245,7 +252,8 @@ def _activation(keys: _Keys, key: str) -> Literal["silu", "gelu_tanh"]:
 
 def _windows(keys: _Keys, model_type: str) -> tuple[tuple[LayerKind, ...], int | None]:
     """The kind of each layer, and the window of the sliding ones."""
-    layers, window = keys.integer("num_hidden_layers"), keys.optional_integer("sliding_window")
+    layers = checked_layers(keys.integer("num_hidden_layers"), keys.source)
+    window = keys.optional_integer("sliding_window")
     if model_type == "llama" or window is None:
         return (), None
     if model_type == "mistral":

@@ -71,6 +71,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ModelFileError(f"{path} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ModelFileError(f"{path} nests lists or objects too deeply") from None
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} should hold a JSON object")
     return value
@@ -94,8 +96,8 @@ def chat_template_source(path: Path) -> str | None:
             raise ModelFileError(f"{own} cannot be read as UTF-8 text: {error}") from None
     value = optional_json(path / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(value, list):
-        named = {e.get("name"): e.get("template") for e in value if isinstance(e, dict)}
-        value = named.get("default")
+        named = (e for e in value if isinstance(e, dict) and e.get("name") == "default")
+        value = next((e.get("template") for e in named), None)
     if value is not None and not isinstance(value, str):
         raise ModelFileError(f"{path / TOKENIZER_CONFIG}: 'chat_template' should be a string")
     return value
@@ -174,7 +176,8 @@ def _special_tokens(path: Path) -> dict[str, int]:
     if isinstance(decoder, dict):
         listed = [(token, index) for index, token in decoder.items()]
     else:
-        added = optional_json(path / TOKENIZER).get("added_tokens") or []
+        added = optional_json(path / TOKENIZER).get("added_tokens")
+        added = added if isinstance(added, list) else []
         listed = [(token, token.get("id")) for token in added if isinstance(token, dict)]
     return {
         token["content"]: int(index)

@@ -19,6 +19,8 @@ Shape = tuple[int, ...]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+MAX_LAYERS = 10_000
+"""Far beyond any model; a damaged number would else cost gigabytes before it is found wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,18 @@ def layout_for_gguf(architecture: object, source: Path) -> Layout:
     raise ModelUnsupportedError(
         f"{source} has general.architecture {architecture!r}; supported: {', '.join(known)}"
     )
+
+
+def checked_layers(count: int, source: Path) -> int:
+    """A file's number of layers, before anything is made that is as long as it says.
+
+    Raises ``ModelFileError`` for a number that no model has.
+    """
+    if not 0 < count <= MAX_LAYERS:
+        raise ModelFileError(
+            f"{source}: the number of layers is {count}, but must be from 1 to {MAX_LAYERS}"
+        )
+    return count
 
 
 def layer_kinds(sliding: Iterable[bool]) -> tuple[LayerKind, ...]:

