@@ -257,6 +257,17 @@ def test_errors_end_a_script_with_a_sentence(script, sentence, tmp_path):
     assert ended.stdout == b""
 
 
+@pytest.mark.parametrize("command", ["/nosuch", "/save", "/save /no/such/folder/x.json"])
+def test_a_wrong_command_ends_a_script(command, tmp_path):
+    script = Script()
+    with sse_server.serving(sse_server.make_app(script)) as url:
+        lines = f"{command}\ntwo\n".encode()
+        ended = piped("--url", url, lines=lines, home=tmp_path)
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1
+    assert script.bodies == []
+
+
 def test_nobody_listens(tmp_path):
     ended = piped("--url", "http://127.0.0.1:9/v1", lines=b"one\n", home=tmp_path)
     assert ended.returncode == 1

@@ -35,8 +35,10 @@ def answer_on(connection: socket.socket) -> tuple[int, dict]:
 
 def test_a_large_body_is_refused_by_its_announced_length():
     with serving(limits={"body_bytes": 1_000}) as server, server.connect() as connection:
-        connection.sendall(head(Content_Length="50000000"))
+        connection.sendall(head(Content_Length="50000000", Expect="100-continue"))
+        started = time.monotonic()
         status, body = answer_on(connection)
+        assert time.monotonic() - started < 1  # and no "100 Continue" came first
         assert (status, body["error"]["code"]) == (413, "body_too_large")
         assert "1000 bytes" in body["error"]["message"]
 
@@ -55,6 +57,20 @@ def test_a_client_that_sends_50_mb_gets_its_413(server):
     answer = server.http.post("/v1/completions", content=b" " * 50_000_000)
     assert answer.status_code == 413
     assert server.http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_client_that_reads_only_when_all_is_sent_gets_its_413():
+    with serving(limits={"body_bytes": 1_000}) as server, server.connect() as connection:
+        connection.sendall(head(Content_Length="8000000") + b" " * 8_000_000)
+        status, body = answer_on(connection)
+        assert (status, body["error"]["code"]) == (413, "body_too_large")
+
+
+def test_a_large_body_that_never_ends_is_answered_all_the_same():
+    with serving(limits={"body_bytes": 1_000}) as server, server.connect() as connection:
+        connection.sendall(head(Content_Length="50000000") + b" " * 2_000)
+        status, _ = answer_on(connection)
+        assert status == 413
 
 
 def test_a_slow_body_is_given_up():

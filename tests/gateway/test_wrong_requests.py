@@ -165,6 +165,7 @@ def test_completion_fields(server, fields, param, says):
             "messages[0].content[0].type",
         ),
         (COMPLETE, {"suffix": "x"}, "suffix"),
+        (COMPLETE, {"tools": [{"type": "function"}]}, "tools"),
         (COMPLETE, {"best_of": 2}, "best_of"),
         (COMPLETE, {"best_of": True}, "best_of"),
         (COMPLETE, {"echo": True, "logprobs": 1}, "echo"),

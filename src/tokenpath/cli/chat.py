@@ -16,7 +16,7 @@ import typer
 
 from tokenpath.cli.chat_session import Sampling, Session, printable
 from tokenpath.config.paths import home_dir
-from tokenpath.protocol.errors import SpecError, TokenpathError
+from tokenpath.protocol.errors import InvalidRequestError, SpecError, TokenpathError
 
 _HISTORY_LINES = 1000
 _PROMPT = "> "
@@ -156,9 +156,10 @@ def _obey(session: Session, line: str, *, say: Callable[[str], None]) -> bool:
     name, _, rest = line.partition(" ")
     command = _COMMANDS.get(name)
     if command is None:
-        say(f"there is no command {name}; /help lists them, and // begins a message with a slash")
-    else:
-        say(printable(command.act(session, rest.strip())))
+        raise InvalidRequestError(
+            f"there is no command {name}; /help lists them, and // begins a message with a slash"
+        )
+    say(printable(command.act(session, rest.strip())))
     return True
 
 
@@ -204,15 +205,16 @@ def _model(session: Session, name: str) -> str:
 
 def _save(session: Session, name: str) -> str:
     if not name:
-        return "give the name of a file: /save FILE"
+        raise InvalidRequestError("give the name of a file: /save FILE")
     saved = msgspec.json.encode({"model": session.model, "messages": session.messages()})
     try:
         with Path(name).expanduser().open("xb") as file:
             file.write(msgspec.json.format(saved, indent=2) + b"\n")
     except FileExistsError:
-        return f"{name} exists already; give another name"
+        raise InvalidRequestError(f"{name} exists already; give another name") from None
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a NUL in the name
-        return f"cannot write {name}: {getattr(error, 'strerror', None) or error}"
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequestError(f"cannot write {name}: {reason}") from error
     return f"saved to {name}"
 
 

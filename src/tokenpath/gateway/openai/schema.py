@@ -167,6 +167,8 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
     """Report each token's logprob, and this many of the likeliest at its place."""
 
     suffix: Annotated[Any, _only(None, "")] = None
+    tools: AbsentOrEmpty = None
+    tool_choice: AbsentOrUnused = None
 
 
 def _accepted(body: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
