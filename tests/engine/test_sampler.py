@@ -309,6 +309,17 @@ def test_a_very_cold_temperature_is_greedy_and_finite():
         assert draw(logits, state(temperature=temperature))[0].token_id == 199
 
 
+def test_the_smallest_repetition_penalties_are_finite():
+    logits = np.linspace(-500, 500, 200)
+    for penalty in (5e-324, 1e-40, 1e-7, 1e-6):
+        for given_params in ({"temperature": 0.0}, {"temperature": 2.0}, {"top_p": 0.9}):
+            drawn = draw(
+                logits,
+                state(prompt=[5, 150, 160], repetition_penalty=penalty, logprobs=1, **given_params),
+            )
+            assert drawn[0].token_id == 160
+
+
 def test_end_tokens_come_only_after_min_tokens():
     logits = np.zeros(10)
     logits[[3, 4]] = 50.0

@@ -14,6 +14,10 @@ import torch
 from tokenpath.engine.rows import Ints
 from tokenpath.engine.sampling_state import SamplingState
 
+_LEAST_REPETITION = 1e-6
+"""A smaller repetition penalty can overflow float32 and changes nothing any more: a logit that is
+raised a millionfold outweighs every other."""
+
 
 def add_bias(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
     """Add every row's ``logit_bias`` to float32 ``[rows, vocab]`` logits, in place."""
@@ -44,7 +48,7 @@ def penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
         values = torch.tensor([penalty(states[row]) for row in rows], dtype=torch.float32)
         return values.repeat_interleave(lengths).to(logits.device)
 
-    repetition = per_entry(lambda state: state.params.repetition_penalty)
+    repetition = per_entry(lambda state: max(_LEAST_REPETITION, state.params.repetition_penalty))
     values = logits[where]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= counts * per_entry(lambda state: state.params.frequency_penalty)
