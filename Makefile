@@ -14,7 +14,9 @@ help: ## List these targets
 
 setup: .venv/.complete ## Make .venv with everything in it
 
-.venv/.complete: pyproject.toml constraints.txt scripts/setup.sh
+NATIVE := CMakeLists.txt $(wildcard src/tokenpath/engine/kernels/native/*)
+
+.venv/.complete: pyproject.toml constraints.txt scripts/setup.sh $(NATIVE)
 	@scripts/setup.sh
 
 serve: .venv/.complete ## Serve a real model: MODEL=gemma-3-270m SPEC=file.yaml ARGS='--port 9000'

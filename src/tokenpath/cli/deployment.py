@@ -120,10 +120,8 @@ def _template(model: Model, local: LocalModel) -> ChatTemplate | None:
 
 def _expected_dtype(named: str) -> memory.Dtype:
     """The type the engine will choose, told without loading torch; the larger one if unknown."""
-    if named == "float32":
-        return "float32"
-    if named == "bfloat16":
-        return "bfloat16"
+    if named in memory.WEIGHT_BYTES:
+        return named
     try:
         flags = set(_CPU_INFO.read_text().split())
     except OSError:

@@ -70,9 +70,10 @@ class Gateway(_Strict):
 class EngineSettings(_Strict):
     """The native engine of one model."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"] = "auto"
     """Type of weights, activations and KV. ``auto``: bfloat16 where the processor has
-    instructions for it, else float32."""
+    instructions for it, else float32. ``int8`` and ``int4`` round weights to so many bits and
+    activations to 8, compute with the native kernels, and keep KV in bfloat16; CPU only."""
     device: str = "cpu"
     """A torch device."""
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None

@@ -11,7 +11,7 @@ from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore
 from tokenpath.engine.cpus import usable_cpus
 from tokenpath.engine.kv_cache import kv_blocks_for
-from tokenpath.engine.precision import choose_dtype
+from tokenpath.engine.precision import choose_dtype, weight_bits
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models import memory
 from tokenpath.models.detokenizer import IncrementalDetokenizer
@@ -45,6 +45,15 @@ def build_engine(
     """
     device = _device(settings.device)
     dtype = choose_dtype(settings.dtype, settings.device)
+    bits = weight_bits(settings.dtype)
+    if bits is not None and device.type != "cpu":
+        raise SpecError(
+            f"dtype {settings.dtype!r} runs on the CPU only; use 'bfloat16' on {settings.device!r}",
+            param="dtype",
+        )
+    held: memory.Dtype = "float32" if dtype == torch.float32 else "bfloat16"
+    if settings.dtype == "int8" or settings.dtype == "int4":  # noqa: PLR1714 - narrows the type
+        held = settings.dtype
     torch.set_num_threads(settings.threads or usable_cpus())
     context = min(model.config.max_context_tokens, settings.max_context_tokens or 1 << 62)
     num_blocks = kv_blocks_for(
@@ -57,7 +66,7 @@ def build_engine(
     )
     block_bytes = settings.block_tokens * model.config.kv_bytes_per_token(dtype.itemsize)
     if device.type == "cpu":
-        _check_memory(model, dtype, num_blocks, block_bytes, available_bytes())
+        _check_memory(model, held, num_blocks, block_bytes, available_bytes())
     if progress is not None:
         progress("reading the tokenizer", 0.0)
     tokenizer = model.tokenizer()
@@ -67,6 +76,7 @@ def build_engine(
         device=settings.device,
         num_blocks=num_blocks,
         block_tokens=settings.block_tokens,
+        bits=bits,
         progress=progress,
     )
     scheduler = Scheduler(
@@ -85,7 +95,7 @@ def build_engine(
         parameters=runner.parameters,
         vocab_size=model.config.vocab_size,
         max_context_tokens=scheduler.capacity_tokens,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=held,
         weight_bytes=runner.weight_bytes,
         kv_bytes_per_token=runner.kv_bytes_per_token,
         kv_blocks_total=num_blocks,
@@ -128,10 +138,9 @@ def _device(name: str) -> torch.device:
 
 
 def _check_memory(
-    model: LocalModel, dtype: torch.dtype, num_blocks: int, block_bytes: int, available: int
+    model: LocalModel, element: memory.Dtype, num_blocks: int, block_bytes: int, available: int
 ) -> None:
     """Refuse what would be killed, or would swap, and say what would fit."""
-    element: memory.Dtype = "float32" if dtype == torch.float32 else "bfloat16"
     weights = memory.weight_bytes(model, element)
     fixed = memory.needed_bytes(model, element, 0)
     pool = num_blocks * block_bytes

@@ -166,10 +166,23 @@ class GatedMLP:
 
 
 class Block(Protocol):
-    """One layer of a decoder."""
+    """One layer of a decoder.
+
+    A family that norms what attention or the feed-forward part puts out, before it is added, has
+    ``attention_out_norm`` and ``mlp_out_norm`` besides; the native program looks for them.
+    """
+
+    @property
+    def attention_norm(self) -> RMSNorm: ...
 
     @property
     def attention(self) -> Attention: ...
+
+    @property
+    def mlp_norm(self) -> RMSNorm: ...
+
+    @property
+    def mlp(self) -> GatedMLP: ...
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, hidden] to [T, hidden], residual included."""
@@ -221,6 +234,8 @@ class Decoder:
     blocks: Seq[Block]
     norm: RMSNorm
     head: Linear
+    tied: bool
+    """The head is the embedding."""
     logit_softcap: float | None
 
     @property
@@ -259,7 +274,7 @@ class Decoder:
         if config.tie_embeddings:
             head = weights.tied(table)
         else:
-            head = weights.linear(["lm_head"], [config.vocab_size], config.hidden_size, bias=False)
+            head = weights.head("lm_head.weight", config.vocab_size, config.hidden_size)
         return cls(
             backend=weights.backend,
             embedding=table,
@@ -267,6 +282,7 @@ class Decoder:
             blocks=blocks,
             norm=RMSNorm.load(weights, "model.norm", config, offset=norm_offset),
             head=head,
+            tied=config.tie_embeddings,
             logit_softcap=config.logit_softcap,
         )
 

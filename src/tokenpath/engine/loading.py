@@ -59,12 +59,20 @@ class WeightLoader:
     def table(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """An embedding table [rows, columns]."""
         table = self._take(name, (rows, columns)).to(device=self.device, dtype=self.dtype)
+        table = self.backend.table(table)
         self.weight_bytes += table.nbytes
         return table
 
+    def head(self, name: str, rows: int, columns: int) -> Linear:
+        """The matrix [rows, columns] that makes logits."""
+        weight = self._take(name, (rows, columns)).to(device=self.device, dtype=self.dtype)
+        linear = self.backend.head(weight)
+        self.weight_bytes += linear.weight_bytes
+        return linear
+
     def tied(self, table: torch.Tensor) -> Linear:
-        """A table that is used as a matrix too."""
-        linear = self.backend.linear(table, None)
+        """A table that is used as the head's matrix too."""
+        linear = self.backend.head(table)
         # A backend that keeps the table itself takes no further memory.
         self.weight_bytes += max(0, linear.weight_bytes - table.nbytes)
         return linear

@@ -66,7 +66,7 @@ class Engine:
         self,
         model: str | Path,
         *,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"] = "auto",
         device: str = "cpu",
         threads: int | None = None,
         kv_cache_bytes: int = 1 << 30,

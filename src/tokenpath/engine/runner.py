@@ -5,10 +5,15 @@ The runner owns the weights and the KV pool and knows nothing of requests, sampl
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from tokenpath.engine.batch import build_batch
 from tokenpath.engine.families.registry import find_family
+from tokenpath.engine.kernels.native_module import chosen_kernels, native_module
+from tokenpath.engine.kernels.native_program import NativeProgram, obstacle
+from tokenpath.engine.kernels.quantize import Bits
 from tokenpath.engine.kernels.torch_backend import TorchBackend
 from tokenpath.engine.kv_cache import allocate_kv_cache
 from tokenpath.engine.layers import Decoder, Step
@@ -17,6 +22,8 @@ from tokenpath.engine.rotary import rotaries
 from tokenpath.models.architecture import ModelConfig
 from tokenpath.models.local import LocalModel
 from tokenpath.policy.sequence import StepPlan
+
+log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -30,9 +37,13 @@ class ModelRunner:
         device: str,
         num_blocks: int,
         block_tokens: int,
+        bits: Bits | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Load the weights and allocate the pool.
+
+        With ``bits`` weights are quantized, and computed with by the native kernels where they are
+        there; ``dtype`` is then that of KV, and of activations where they are not.
 
         Raises ``ModelUnsupportedError`` for an unknown family, ``ModelFileError`` for tensors
         that do not fit the model's metadata.
@@ -42,10 +53,12 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._device = device
-        self._backend = TorchBackend(dtype, device)
-        weights = WeightLoader(model, self._backend, dtype, device, progress)
+        self._backend = TorchBackend(dtype, device, bits)
+        self._native: NativeProgram | None = None
+        loaded = dtype if bits is None else torch.float32
+        weights = WeightLoader(model, self._backend, loaded, device, progress)
         with torch.inference_mode():
-            self._decoder: Decoder = find_family(self.config).build(self.config, weights)
+            decoder: Decoder = find_family(self.config).build(self.config, weights)
             weights.finish()
             self._rotaries = rotaries(self.config, device)
             self._cache = allocate_kv_cache(
@@ -55,7 +68,13 @@ class ModelRunner:
                 dtype=dtype,
                 device=device,
             )
-        self.weight_bytes = weights.weight_bytes
+            if bits is not None and device == "cpu":
+                self._native = self._compile(decoder)
+            # What is packed is not kept twice.
+            self._decoder = decoder if self._native is None else None
+        self.weight_bytes = (
+            weights.weight_bytes if self._native is None else self._native.weight_bytes
+        )
         """Memory of the weights as held."""
         self.parameters = weights.parameters
         self.kv_bytes_per_token = self.config.kv_bytes_per_token(dtype.itemsize)
@@ -69,6 +88,9 @@ class ModelRunner:
         the same result.
         """
         batch = build_batch(plan, self.block_tokens)
+        if self._native is not None:
+            return self._native.run(batch)
+        assert self._decoder is not None
         positions = torch.from_numpy(batch.positions).to(self._device)
         step = Step(
             token_ids=torch.from_numpy(batch.token_ids).to(self._device),
@@ -80,3 +102,23 @@ class ModelRunner:
         hidden = self._decoder.hidden(step)
         rows = torch.from_numpy(batch.sampled_rows).to(self._device)
         return self._decoder.logits(hidden.index_select(0, rows))
+
+    def _compile(self, decoder: Decoder) -> NativeProgram | None:
+        kernels = chosen_kernels()
+        if kernels is None:
+            return None
+        reason = obstacle(self.config, self.block_tokens)
+        if self.dtype != torch.bfloat16:
+            reason = "the native kernels keep KV in bfloat16"
+        if reason is not None:
+            log.warning("computing with torch, not with the native kernels: %s", reason)
+            return None
+        return NativeProgram(
+            native_module(),
+            kernels,
+            decoder,
+            cache=self._cache,
+            rotaries=dict(self._rotaries),
+            block_tokens=self.block_tokens,
+            threads=torch.get_num_threads(),
+        )

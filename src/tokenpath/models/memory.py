@@ -14,8 +14,11 @@ import psutil
 
 from tokenpath.models.local import LocalModel
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "int8", "int4"]
 ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+WEIGHT_BYTES: dict[Dtype, float] = {**ELEMENT_BYTES, "int8": 2.3, "int4": 2.0}
+"""Memory a parameter, at the moment when it is most. Quantized weights exist twice while they are
+packed: rounded, one byte each, and as the kernels read them."""
 
 OVERHEAD_BYTES = 1 << 30
 """On top of weights and KV: a process with torch loaded (0.25 GB), a step's activations, and, for
@@ -33,7 +36,7 @@ def parameters(model: LocalModel) -> int:
 
 def weight_bytes(model: LocalModel, dtype: Dtype) -> int:
     """Memory for all weights in ``dtype``, whatever they are stored as."""
-    return parameters(model) * ELEMENT_BYTES[dtype]
+    return int(parameters(model) * WEIGHT_BYTES[dtype])
 
 
 def needed_bytes(model: LocalModel, dtype: Dtype, kv_cache_bytes: int) -> int:
@@ -43,7 +46,7 @@ def needed_bytes(model: LocalModel, dtype: Dtype, kv_cache_bytes: int) -> int:
 
 def needed_bytes_unseen(model_parameters: int, dtype: Dtype, kv_cache_bytes: int) -> int:
     """``needed_bytes`` of a model that is not on this disk yet, from its number of parameters."""
-    return model_parameters * ELEMENT_BYTES[dtype] + kv_cache_bytes + OVERHEAD_BYTES
+    return int(model_parameters * WEIGHT_BYTES[dtype]) + kv_cache_bytes + OVERHEAD_BYTES
 
 
 def available_bytes(

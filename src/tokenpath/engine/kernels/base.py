@@ -79,6 +79,14 @@ class KernelBackend(Protocol):
         """
         ...
 
+    def head(self, weight: torch.Tensor) -> Linear:
+        """Take over the weight [vocab, hidden] of the product that makes logits."""
+        ...
+
+    def table(self, table: torch.Tensor) -> torch.Tensor:
+        """Take over an embedding table [vocab, hidden]; the result is what ``embed`` reads."""
+        ...
+
     def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of ``table`` [vocab, hidden] for int64 ids [T]."""
         ...

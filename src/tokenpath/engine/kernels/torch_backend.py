@@ -10,7 +10,9 @@ from torch.nn import functional
 
 from tokenpath.engine.batch import StepBatch
 from tokenpath.engine.kernels.base import Activation, AttentionSpec, AttentionStep
+from tokenpath.engine.kernels.quantize import Bits, to_int8
 from tokenpath.engine.kernels.torch_attention import plan_torch_attention
+from tokenpath.engine.kernels.torch_quantized import QuantizedLinear, quantized_linear
 from tokenpath.engine.kv_cache import KvLayer
 from tokenpath.engine.rotary import Angles
 
@@ -35,10 +37,30 @@ class TorchBackend:
     """A ``KernelBackend`` of torch calls."""
 
     dtype: torch.dtype
+    """Of activations, KV, and weights that are not quantized."""
     device: str
+    bits: Bits | None = None
+    """Of quantized weights. None: weights as they come."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchLinear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> TorchLinear | QuantizedLinear:
+        if self.bits is not None:
+            return quantized_linear(weight, bias, self.bits, self.dtype)
         return TorchLinear(weight, bias)
+
+    def head(self, weight: torch.Tensor) -> TorchLinear | QuantizedLinear:
+        # The last product decides between near equals, so it keeps 8 bits.
+        return (
+            TorchLinear(weight, None)
+            if self.bits is None
+            else quantized_linear(weight, None, 8, self.dtype)
+        )
+
+    def table(self, table: torch.Tensor) -> torch.Tensor:
+        if self.bits is not None:
+            table = to_int8(table).dequantize()
+        return table.to(self.dtype)
 
     def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(token_ids, table)

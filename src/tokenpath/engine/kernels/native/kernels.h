@@ -1,0 +1,31 @@
+// The table of kernels that one instruction set offers; picked once, when the module is loaded.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "layout.h"
+
+namespace tokenpath {
+
+struct Kernels {
+    const char* name;
+    void (*matmul_panel)(const MatmulArgs&, int panel);
+    void (*quantize_row)(const float* x, int columns, const Quantized& to, size_t row);
+    void (*norm_row)(const float* x, const float* weight, float eps, int columns, float* to, bool add);
+    void (*split_row)(const SplitArgs&, size_t token);
+    void (*attend_unit)(const AttendArgs&, const AttendUnit&, void* scratch);
+    size_t attend_scratch_bytes;
+    int attend_unit_rows;
+};
+
+extern const Kernels portable_kernels;
+#if defined(TOKENPATH_X86)
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+#endif
+
+// Those that this processor can run, fastest first.
+std::vector<const Kernels*> usable_kernels();
+
+}  // namespace tokenpath

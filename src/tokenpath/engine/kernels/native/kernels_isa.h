@@ -1,0 +1,24 @@
+// Included once per instruction set, by a file that has defined ISA: its table of kernels.
+#include "attention.h"
+#include "elementwise.h"
+#include "kernels.h"
+#include "matmul.h"
+
+#define TOKENPATH_STRING_(x) #x
+#define TOKENPATH_STRING(x) TOKENPATH_STRING_(x)
+#define TOKENPATH_TABLE_(x) x##_kernels
+#define TOKENPATH_TABLE(x) TOKENPATH_TABLE_(x)
+
+namespace tokenpath {
+
+static void attend(const AttendArgs& args, const AttendUnit& unit, void* scratch) {
+    ISA::attend_unit(args, unit, *static_cast<ISA::AttendScratch*>(scratch));
+}
+
+extern const Kernels TOKENPATH_TABLE(ISA);
+const Kernels TOKENPATH_TABLE(ISA) = {
+    TOKENPATH_STRING(ISA), ISA::matmul_panel, ISA::quantize_row,          ISA::norm_row,
+    ISA::split_row,        attend,            sizeof(ISA::AttendScratch), ISA::UNIT_ROWS,
+};
+
+}  // namespace tokenpath

@@ -1,0 +1,115 @@
+// The plain data that the kernels of every instruction set agree on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tokenpath {
+
+constexpr int PANEL = 32;             // output channels that are packed together
+constexpr int GROUP = 32;             // int4: places of K that share a scale and a minimum
+constexpr int INT4_GROUP_BYTES = 640;  // 32 * 32 codes of 4 bits, 32 scales, 32 minima
+
+enum class Activation { silu, gelu_tanh };
+enum class Output { store, add, gated };
+
+// A packed matrix; see matmul.h. Every pointer is to memory of the Python side.
+struct Weights {
+    int bits;             // 8 or 4
+    int rows;             // N, output channels; the last panel is filled up with zeros
+    int columns;          // K; a multiple of 4 (int8) or 32 (int4)
+    size_t panel_bytes;
+    const uint8_t* data;
+    const float* scale;   // [N in whole panels], int8 only
+    const float* bias;    // [N in whole panels], or null
+};
+
+struct MatmulArgs {
+    const Weights* weights;
+    size_t tokens;
+    const int8_t* activations;      // [tokens, K]
+    size_t activation_stride;
+    const float* activation_scale;  // [tokens]
+    const int32_t* activation_sum;  // [tokens]
+    const float* group_sum;         // [tokens, K / GROUP], in units of the activations' scale
+    size_t group_stride;
+    float* out;                     // [tokens, N], or [tokens, N / 2] when gated
+    size_t out_stride;
+    Output output;
+    Activation activation;
+};
+
+// Activations as a product eats them.
+struct Quantized {
+    int8_t* values;  // [tokens, stride]
+    size_t stride;
+    float* scale;    // [tokens]
+    int32_t* sum;    // [tokens]
+    float* group_sum;  // [tokens, group_stride]
+    size_t group_stride;
+};
+
+// What one kind of attention layer computes; the fields of Python's AttentionSpec.
+struct AttentionShape {
+    int heads;
+    int kv_heads;
+    int head_dim;  // a multiple of 32
+    float scale;
+    int window;     // 0: none
+    float softcap;  // 0: none
+};
+
+// One layer's keys and values, bfloat16, in blocks of block_tokens (a multiple of 16) tokens.
+//
+// Keys lie as [block][kv head][16 tokens][pair of dimensions][token][2], so that 16 products of one
+// query with 16 keys come out of one register without adding across it; values as
+// [block][kv head][pair of tokens][dimension][2], for the same reason.
+struct KvPool {
+    uint16_t* keys;
+    uint16_t* values;
+    int block_tokens;
+
+    size_t base(int64_t block, int kv_head, const AttentionShape& shape) const {
+        return (size_t(block) * shape.kv_heads + kv_head) * block_tokens * shape.head_dim;
+    }
+};
+
+struct SplitArgs {
+    const AttentionShape* shape;
+    KvPool pool;
+    float* projected;  // [tokens, stride]: q, k and v heads; norms and rotation happen in place
+    size_t stride;
+    const float* norm;  // [heads + kv_heads, head_dim], or null
+    float eps;
+    const float* cos;  // [tokens, head_dim / 2]
+    const float* sin;
+    const int64_t* slots;  // [tokens]
+    uint16_t* queries;     // [tokens, heads * head_dim]
+};
+
+// A step's sequences, as batch.py lays them out.
+struct Ragged {
+    size_t chunks;
+    const int64_t* row_starts;      // [chunks + 1]
+    const int64_t* context_tokens;  // [chunks]
+    const int64_t* block_tables;    // [chunks, table_stride]
+    size_t table_stride;
+};
+
+struct AttendArgs {
+    const AttentionShape* shape;
+    KvPool pool;
+    Ragged batch;
+    const uint16_t* queries;
+    float* out;  // [tokens, heads * head_dim]
+};
+
+// A few queries of one chunk, all heads that share a KV head: what one thread attends to at a time.
+struct AttendUnit {
+    int chunk;
+    int kv_head;
+    int64_t first_row;  // of the step
+    int queries;
+};
+
+}  // namespace tokenpath

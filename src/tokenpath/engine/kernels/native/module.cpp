@@ -1,0 +1,196 @@
+// The Python module: packing weights, and building and running programs.
+//
+// Memory belongs to Python (NumPy arrays of packed weights, torch tensors of the KV pool); programs
+// hold addresses, and native_backend.py keeps alive what they point to.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <stdexcept>
+
+#include "pack.h"
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace tokenpath;
+
+namespace {
+
+template <class T, class... Shape>
+using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu, Shape...>;
+using Ints = Array<const int64_t, nb::ndim<1>>;
+
+const Kernels* find_kernels(const std::string& name) {
+    for (const Kernels* kernels : usable_kernels())
+        if (name == kernels->name) return kernels;
+    throw std::invalid_argument("this processor cannot run the kernels '" + name + "'");
+}
+
+Weights weights_of(int bits, int rows, int columns, const Array<const uint8_t, nb::ndim<1>>& data,
+                   const Array<const float, nb::ndim<1>>& scale, uintptr_t bias) {
+    const size_t panels = size_t(rows + PANEL - 1) / PANEL;
+    if (data.size() != panels * panel_bytes(bits, columns))
+        throw std::invalid_argument("packed weights have the wrong size");
+    if (bits == 8 && scale.size() != panels * PANEL)
+        throw std::invalid_argument("scales have the wrong size");
+    return {bits, rows, columns, panel_bytes(bits, columns), data.data(), scale.data(),
+            reinterpret_cast<const float*>(bias)};
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.attr("PANEL") = PANEL;
+    m.attr("GROUP") = GROUP;
+
+    m.def("usable", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : usable_kernels()) names.emplace_back(kernels->name);
+        return names;
+    }, "Names of the instruction sets that this processor can run, fastest first.");
+
+    m.def("panel_bytes", &panel_bytes, nb::arg("bits"), nb::arg("columns"));
+
+    m.def("pack_int8", [](Array<const int8_t, nb::ndim<2>> weights, Array<uint8_t, nb::ndim<1>> to) {
+        nb::gil_scoped_release free;
+        pack_int8(weights.data(), int(weights.shape(0)), int(weights.shape(1)), to.data());
+    }, "Lay int8 weights [N, K] out in panels.");
+
+    m.def("pack_int4", [](Array<const uint8_t, nb::ndim<2>> codes, Array<const uint16_t, nb::ndim<2>> scale,
+                          Array<const uint16_t, nb::ndim<2>> minimum, Array<uint8_t, nb::ndim<1>> to) {
+        nb::gil_scoped_release free;
+        pack_int4(codes.data(), scale.data(), minimum.data(), int(codes.shape(0)),
+                  int(codes.shape(1)), to.data());
+    }, "Lay 4-bit codes [N, K] with half-precision scales and minima [N, K / 32] out in panels.");
+
+    nb::class_<Weights>(m, "Weights");
+    m.def("weights", &weights_of, nb::arg("bits"), nb::arg("rows"), nb::arg("columns"),
+          nb::arg("data"), nb::arg("scale"), nb::arg("bias"));
+
+    nb::class_<AttentionShape>(m, "AttentionShape")
+        .def("__init__", [](AttentionShape* self, int heads, int kv_heads, int head_dim, float scale,
+                            int window, float softcap) {
+            new (self) AttentionShape{heads, kv_heads, head_dim, scale, window, softcap};
+        }, nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
+           nb::arg("window"), nb::arg("softcap"));
+
+    nb::class_<Team>(m, "Team").def(nb::init<int>(), nb::arg("threads")).def_prop_ro("size", &Team::size);
+
+    nb::class_<Program>(m, "Program")
+        .def("__init__", [](Program* self, std::shared_ptr<Team> team, const std::string& kernels) {
+            new (self) Program(std::move(team), find_kernels(kernels));
+        }, nb::arg("team"), nb::arg("kernels"))
+        .def("rotary", &Program::rotary, nb::arg("inverse_frequencies"), nb::arg("magnitude"))
+        .def("buffer", &Program::buffer, nb::arg("columns"), nb::arg("quantized"))
+        .def("embed", [](Program& self, int to, const Weights& matrix, float scale) {
+            Operation op;
+            op.kind = Kind::embed;
+            op.to = to;
+            op.matrix = matrix;
+            op.scale = scale;
+            self.append(op);
+        }, nb::arg("to"), nb::arg("matrix"), nb::arg("scale"))
+        .def("norm", [](Program& self, int from, int to, int columns, uintptr_t weight, float eps,
+                        bool add, bool sampled) {
+            Operation op;
+            op.kind = Kind::norm;
+            op.from = from;
+            op.to = to;
+            op.columns = columns;
+            op.weight = reinterpret_cast<const float*>(weight);
+            op.eps = eps;
+            op.add = add;
+            op.sampled = sampled;
+            self.append(op);
+        }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("weight"), nb::arg("eps"),
+           nb::arg("add"), nb::arg("sampled"))
+        .def("norm_quantize", [](Program& self, int from, int to, int columns, uintptr_t weight,
+                                 float eps, bool sampled) {
+            Operation op;
+            op.kind = Kind::norm_quantize;
+            op.from = from;
+            op.to = to;
+            op.columns = columns;
+            op.weight = reinterpret_cast<const float*>(weight);
+            op.eps = eps;
+            op.sampled = sampled;
+            self.append(op);
+        }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("weight"), nb::arg("eps"),
+           nb::arg("sampled"))
+        .def("quantize", [](Program& self, int from, int to, int columns) {
+            Operation op;
+            op.kind = Kind::quantize;
+            op.from = from;
+            op.to = to;
+            op.columns = columns;
+            self.append(op);
+        }, nb::arg("source"), nb::arg("to"), nb::arg("columns"))
+        .def("matmul", [](Program& self, int from, int to, const Weights& matrix, bool add,
+                          const std::string& activation, bool sampled) {
+            Operation op;
+            op.kind = Kind::matmul;
+            op.from = from;
+            op.to = to;
+            op.columns = matrix.columns;
+            op.matrix = matrix;
+            op.output = !activation.empty() ? Output::gated : add ? Output::add : Output::store;
+            op.activation = activation == "gelu_tanh" ? Activation::gelu_tanh : Activation::silu;
+            op.sampled = sampled;
+            self.append(op);
+        }, nb::arg("source"), nb::arg("to"), nb::arg("matrix"), nb::arg("add"), nb::arg("activation"),
+           nb::arg("sampled"))
+        .def("split", [](Program& self, int from, const AttentionShape& shape, uintptr_t keys,
+                         uintptr_t values, int block_tokens, uintptr_t norm, float eps, int rotary) {
+            Operation op;
+            op.kind = Kind::split;
+            op.from = from;
+            op.shape = shape;
+            op.pool = {reinterpret_cast<uint16_t*>(keys), reinterpret_cast<uint16_t*>(values), block_tokens};
+            op.weight = reinterpret_cast<const float*>(norm);
+            op.eps = eps;
+            op.rotary = rotary;
+            self.append(op);
+        }, nb::arg("source"), nb::arg("shape"), nb::arg("keys"), nb::arg("values"),
+           nb::arg("block_tokens"), nb::arg("norm"), nb::arg("eps"), nb::arg("rotary"))
+        .def("attend", [](Program& self, int to, const AttentionShape& shape, uintptr_t keys,
+                          uintptr_t values, int block_tokens) {
+            Operation op;
+            op.kind = Kind::attend;
+            op.to = to;
+            op.shape = shape;
+            op.pool = {reinterpret_cast<uint16_t*>(keys), reinterpret_cast<uint16_t*>(values), block_tokens};
+            self.append(op);
+        }, nb::arg("to"), nb::arg("shape"), nb::arg("keys"), nb::arg("values"), nb::arg("block_tokens"))
+        .def("gather", [](Program& self, int from, int to, int columns) {
+            Operation op;
+            op.kind = Kind::gather;
+            op.from = from;
+            op.to = to;
+            op.columns = columns;
+            op.sampled = true;
+            self.append(op);
+        }, nb::arg("source"), nb::arg("to"), nb::arg("columns"))
+        .def("measure", &Program::measure)
+        .def_prop_ro("seconds", &Program::seconds)
+        .def("run", [](Program& self, Ints token_ids, Ints positions, Ints slots, Ints row_starts,
+                       Ints context_tokens, Array<const int64_t, nb::ndim<2>> block_tables,
+                       Ints sampled_rows, Array<float, nb::ndim<2>> logits) {
+            const size_t tokens = token_ids.size(), chunks = context_tokens.size();
+            if (positions.size() != tokens || slots.size() != tokens ||
+                row_starts.size() != chunks + 1 || block_tables.shape(0) != chunks ||
+                logits.shape(0) != sampled_rows.size())
+                throw std::invalid_argument("the arrays of a step do not fit each other");
+            const StepInput step{tokens, token_ids.data(), positions.data(), slots.data(),
+                                 {chunks, row_starts.data(), context_tokens.data(),
+                                  block_tables.data(), block_tables.shape(1)},
+                                 sampled_rows.size(), sampled_rows.data(), logits.data(),
+                                 logits.shape(1)};
+            nb::gil_scoped_release free;
+            self.run(step);
+        }, nb::arg("token_ids"), nb::arg("positions"), nb::arg("slots"), nb::arg("row_starts"),
+           nb::arg("context_tokens"), nb::arg("block_tables"), nb::arg("sampled_rows"), nb::arg("logits"));
+}

@@ -1,0 +1,101 @@
+// A whole forward pass as a list of operations, run by a team of threads in one call from Python.
+//
+// Python traces a model family once and appends an operation per kernel call (see native_trace.py);
+// here they are executed, each shared by all threads, with a barrier between. Buffers are numbered:
+// the tracer decides which value lives where, this module sizes them for the step at hand.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "team.h"
+
+namespace tokenpath {
+
+// What a step brings: the arrays of Python's StepBatch, and which rows' logits are wanted where.
+struct StepInput {
+    size_t tokens;
+    const int64_t* token_ids;
+    const int64_t* positions;
+    const int64_t* slots;
+    Ragged batch;
+    size_t sampled;
+    const int64_t* sampled_rows;
+    float* logits;  // [sampled, vocab]
+    size_t vocab;
+};
+
+enum class Kind { embed, norm, quantize, norm_quantize, matmul, split, attend, gather };
+
+struct Operation {
+    Kind kind;
+    int from = -1;    // buffer read
+    int to = -1;      // buffer written; -1 of a matmul: the logits
+    int columns = 0;  // of the input
+    bool add = false;
+    bool sampled = false;  // works on the rows that a gather left, not on all of the step's
+    float scale = 0.0f;
+    float eps = 0.0f;
+    const float* weight = nullptr;
+    Weights matrix{};
+    Output output = Output::store;
+    Activation activation = Activation::silu;
+    AttentionShape shape{};
+    KvPool pool{};
+    int rotary = 0;
+};
+
+// Angles of one kind of layer.
+struct Rotary {
+    std::vector<float> inverse_frequencies;
+    float magnitude;
+    std::vector<float> cos, sin;  // [tokens, planes] of the step
+};
+
+class Program {
+   public:
+    Program(std::shared_ptr<Team> team, const Kernels* kernels) : team_(std::move(team)), kernels_(kernels) {}
+
+    int rotary(std::vector<float> inverse_frequencies, float magnitude);
+    // A float32 buffer of so many columns a row, or an int8 one with its scales.
+    int buffer(int columns, bool quantized);
+    void append(const Operation& operation) { operations_.push_back(operation); }
+    void run(const StepInput& step);
+
+    // Seconds spent per kind of operation, all steps together, on thread 0; the profile.
+    std::vector<std::pair<const char*, double>> seconds() const;
+    void measure(bool on) { measured_ = on; }
+
+   private:
+    struct Buffer {
+        int columns;
+        bool quantized;
+        std::vector<float> floats;
+        std::vector<int8_t> values;
+        std::vector<float> scale;
+        std::vector<int32_t> sum;
+        std::vector<float> group_sum;
+
+        Quantized view();
+        void reserve(size_t rows);
+    };
+
+    void execute(const Operation& operation, const StepInput& step, int thread);
+    void plan_attention(const StepInput& step);
+
+    std::shared_ptr<Team> team_;
+    const Kernels* kernels_;
+    std::vector<Operation> operations_;
+    std::vector<Buffer> buffers_;
+    std::vector<Rotary> rotaries_;
+    std::vector<uint16_t> queries_;
+    std::vector<std::vector<AttendUnit>> units_;  // per number of query heads a KV head
+    std::vector<std::vector<unsigned char>> scratch_;
+    std::unique_ptr<std::atomic<size_t>[]> next_;  // the next share of each operation's work
+    bool measured_ = false;
+    double seconds_[8] = {};
+};
+
+}  // namespace tokenpath

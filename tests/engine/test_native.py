@@ -1,0 +1,163 @@
+"""The native kernels compute what plain torch computes, and the same bits in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from driver import Driver
+from reference import SMALL_MODELS, saved, small_reference
+
+from tokenpath import Engine, SamplingParams
+from tokenpath.engine.kernels.native_module import VARIABLE, chosen_kernels, native_module
+from tokenpath.engine.kernels.native_program import obstacle
+from tokenpath.engine.kernels.quantize import quantize_rows, to_int4, to_int8
+from tokenpath.engine.runner import ModelRunner
+from tokenpath.models.local import LocalModel, open_model
+from tokenpath.protocol.errors import SpecError
+
+VOCAB = 256
+PROMPTS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 130)
+OF_ROUNDING = {8: 1.0, 4: 0.3}
+"""How far the kernels may be from torch, as a part of what rounding the weights has changed. They
+keep keys, values and attention's weights in bfloat16, and a last bit there moves the 8-bit rounding
+of activations."""
+
+needs_native = pytest.mark.skipif(native_module() is None, reason="no C++ compiler when installed")
+KERNELS = () if native_module() is None else native_module().usable()
+FAMILIES = ("llama", "llama-bias", "mistral-sliding", "qwen2-tied", "qwen3-32", "gemma3-32")
+
+
+def model_of(family: str, tmp_path_factory) -> LocalModel:
+    return saved(reference_of(family), tmp_path_factory.mktemp(family))
+
+
+def reference_of(family: str):
+    """The small models, with heads of 32 dimensions, which is the least that the kernels take."""
+    name = f"native-{family}"
+    if name not in SMALL_MODELS:
+        base = SMALL_MODELS[family.removesuffix("-32")]()
+        config = base.config
+        config.head_dim = 32
+        config.final_logit_softcapping = getattr(config, "final_logit_softcapping", None)
+        SMALL_MODELS[name] = lambda: type(base)(config)
+    return small_reference(name)
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def model(request, tmp_path_factory) -> LocalModel:
+    return model_of(request.param, tmp_path_factory)
+
+
+def runner(model: LocalModel, bits: int | None, *, dtype=torch.bfloat16) -> ModelRunner:
+    return ModelRunner(model, dtype=dtype, device="cpu", num_blocks=160, block_tokens=16, bits=bits)
+
+
+def prompts(driver: Driver) -> list:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        driver.sequence(str(n), torch.randint(VOCAB, (n,), generator=generator).tolist())
+        for n in PROMPTS
+    ]
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_logits_agree_with_torch(model, kernels, bits, monkeypatch):
+    monkeypatch.setenv(VARIABLE, kernels)
+    native, plain = Driver(runner(model, bits)), Driver(runner(model, bits, dtype=torch.float32))
+    exact = Driver(runner(model, None, dtype=torch.float32))
+    apart, rounded = [], []
+    for prompt in prompts(native):
+        logits = {}
+        for name, driver in (("native", native), ("plain", plain), ("exact", exact)):
+            sequence = driver.sequence(name, prompt.token_ids)
+            logits |= driver.generate([sequence], new_tokens=1, chunk=512)
+        apart.append((logits["native"] - logits["plain"]).square().mean())
+        rounded.append((logits["plain"] - logits["exact"]).square().mean())
+    assert sum(apart) < OF_ROUNDING[bits] ** 2 * sum(rounded)
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_same_bits_in_any_company(model, kernels, bits, monkeypatch):
+    monkeypatch.setenv(VARIABLE, kernels)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = Driver(runner(model, bits))
+    finally:
+        torch.set_num_threads(threads)
+    batched = together.generate(prompts(together), new_tokens=5, chunk=512, stagger=1)
+    lonely = runner(model, bits)
+    for chunk in (1, 7, 512):
+        alone = Driver(lonely)
+        for sequence in prompts(alone)[-3:]:
+            found = alone.generate([sequence], new_tokens=5, chunk=chunk)
+            assert torch.equal(found[sequence.request_id], batched[sequence.request_id])
+            alone.blocks.free.extend(sequence.blocks)
+
+
+def test_torch_is_chosen_by_name(model, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "torch")
+    assert chosen_kernels() is None
+
+
+def test_unknown_kernels_are_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "mmx")
+    with pytest.raises(SpecError, match="'mmx', but this machine offers: auto, torch"):
+        chosen_kernels()
+
+
+def test_a_model_that_does_not_fit_the_kernels_says_why(model, tmp_path_factory):
+    assert obstacle(model.config, 16) is None
+    assert "block_tokens is 8" in obstacle(model.config, 8)
+    odd = saved(small_reference("qwen3"), tmp_path_factory.mktemp("odd"))
+    assert "head size 40 is no multiple of 32" in obstacle(odd.config, 16)
+
+
+def test_int8_is_nearest():
+    weight = torch.randn(70, 96)
+    rounded = to_int8(weight)
+    error = (rounded.dequantize() - weight).abs()
+    assert (error <= rounded.scale[:, None] * 0.501).all()
+
+
+def test_a_row_with_nan_is_nan():
+    rows = torch.randn(3, 32)
+    rows[1, 7] = torch.nan
+    _, scale = quantize_rows(rows)
+    assert scale.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("places", [16, 12, 8])
+def test_int4_finds_a_grid_again(places):
+    """What a 4-bit format stored comes out as it was, though a group uses few of the codes."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(places, (40, 4, 32), generator=generator)
+    scale = torch.rand(40, 4, 1, generator=generator) + 0.5
+    minimum = torch.rand(40, 4, 1, generator=generator) * 4
+    weight = (codes * scale - minimum).view(40, 128)
+    error = (to_int4(weight).dequantize() - weight).abs().view(40, 4, 32)
+    assert (error <= 0.01 * scale).all()
+
+
+@needs_native
+@pytest.mark.real_model
+def test_gemma_in_int8_writes_the_same_alone_and_in_a_batch(gemma_path):
+    texts = [
+        "The capital of France is",
+        "def fibonacci(n):\n",
+        "Once upon a time",
+        "1, 1, 2, 3, 5,",
+    ]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    settings = {"kv_cache_tokens": 2048, "prefix_cache": False}
+    with Engine(gemma_path, dtype="int8", progress=False, **settings) as engine:
+        assert engine.card.dtype == "int8"
+        together = [c.token_ids for c in engine.generate(texts, params, progress=False)]
+        for text, expected in zip(texts, together, strict=True):
+            (alone,) = engine.generate(text, params, progress=False)
+            assert alone.token_ids == expected
+    assert open_model(gemma_path).tokenizer().decode(together[0]).startswith(" ")
