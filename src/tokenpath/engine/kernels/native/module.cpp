@@ -4,12 +4,10 @@
 // hold addresses, and native_backend.py keeps alive what they point to.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <cmath>
 #include <stdexcept>
 
 #include "pack.h"
@@ -41,11 +39,34 @@ Weights weights_of(int bits, int rows, int columns, const Array<const uint8_t, n
             reinterpret_cast<const float*>(bias)};
 }
 
+// What all operations on rows have in common.
+Operation rows(Kind kind, int from, int to, int columns, bool sampled) {
+    Operation op;
+    op.kind = kind;
+    op.from = from;
+    op.to = to;
+    op.columns = columns;
+    op.sampled = sampled;
+    return op;
+}
+
+Operation norm(Kind kind, int from, int to, int columns, uintptr_t weight, float eps, bool add,
+               bool sampled) {
+    Operation op = rows(kind, from, to, columns, sampled);
+    op.weight = reinterpret_cast<const float*>(weight);
+    op.eps = eps;
+    op.add = add;
+    return op;
+}
+
+KvPool pool(uintptr_t keys, uintptr_t values, int block_tokens) {
+    return {reinterpret_cast<uint16_t*>(keys), reinterpret_cast<uint16_t*>(values), block_tokens};
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
     m.attr("PANEL") = PANEL;
-    m.attr("GROUP") = GROUP;
 
     m.def("usable", [] {
         std::vector<std::string> names;
@@ -78,7 +99,7 @@ NB_MODULE(_native, m) {
         }, nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
            nb::arg("window"), nb::arg("softcap"));
 
-    nb::class_<Team>(m, "Team").def(nb::init<int>(), nb::arg("threads")).def_prop_ro("size", &Team::size);
+    nb::class_<Team>(m, "Team").def(nb::init<int>(), nb::arg("threads"));
 
     nb::class_<Program>(m, "Program")
         .def("__init__", [](Program* self, std::shared_ptr<Team> team, const std::string& kernels) {
@@ -87,95 +108,52 @@ NB_MODULE(_native, m) {
         .def("rotary", &Program::rotary, nb::arg("inverse_frequencies"), nb::arg("magnitude"))
         .def("buffer", &Program::buffer, nb::arg("columns"), nb::arg("quantized"))
         .def("embed", [](Program& self, int to, const Weights& matrix, float scale) {
-            Operation op;
-            op.kind = Kind::embed;
-            op.to = to;
+            Operation op = rows(Kind::embed, -1, to, matrix.columns, false);
             op.matrix = matrix;
             op.scale = scale;
             self.append(op);
         }, nb::arg("to"), nb::arg("matrix"), nb::arg("scale"))
         .def("norm", [](Program& self, int from, int to, int columns, uintptr_t weight, float eps,
                         bool add, bool sampled) {
-            Operation op;
-            op.kind = Kind::norm;
-            op.from = from;
-            op.to = to;
-            op.columns = columns;
-            op.weight = reinterpret_cast<const float*>(weight);
-            op.eps = eps;
-            op.add = add;
-            op.sampled = sampled;
-            self.append(op);
+            self.append(norm(Kind::norm, from, to, columns, weight, eps, add, sampled));
         }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("weight"), nb::arg("eps"),
            nb::arg("add"), nb::arg("sampled"))
         .def("norm_quantize", [](Program& self, int from, int to, int columns, uintptr_t weight,
                                  float eps, bool sampled) {
-            Operation op;
-            op.kind = Kind::norm_quantize;
-            op.from = from;
-            op.to = to;
-            op.columns = columns;
-            op.weight = reinterpret_cast<const float*>(weight);
-            op.eps = eps;
-            op.sampled = sampled;
-            self.append(op);
+            self.append(norm(Kind::norm_quantize, from, to, columns, weight, eps, false, sampled));
         }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("weight"), nb::arg("eps"),
            nb::arg("sampled"))
         .def("quantize", [](Program& self, int from, int to, int columns) {
-            Operation op;
-            op.kind = Kind::quantize;
-            op.from = from;
-            op.to = to;
-            op.columns = columns;
-            self.append(op);
+            self.append(rows(Kind::quantize, from, to, columns, false));
         }, nb::arg("source"), nb::arg("to"), nb::arg("columns"))
         .def("matmul", [](Program& self, int from, int to, const Weights& matrix, bool add,
                           const std::string& activation, bool sampled) {
-            Operation op;
-            op.kind = Kind::matmul;
-            op.from = from;
-            op.to = to;
-            op.columns = matrix.columns;
+            Operation op = rows(Kind::matmul, from, to, matrix.columns, sampled);
             op.matrix = matrix;
             op.output = !activation.empty() ? Output::gated : add ? Output::add : Output::store;
             op.activation = activation == "gelu_tanh" ? Activation::gelu_tanh : Activation::silu;
-            op.sampled = sampled;
             self.append(op);
         }, nb::arg("source"), nb::arg("to"), nb::arg("matrix"), nb::arg("add"), nb::arg("activation"),
            nb::arg("sampled"))
         .def("split", [](Program& self, int from, const AttentionShape& shape, uintptr_t keys,
-                         uintptr_t values, int block_tokens, uintptr_t norm, float eps, int rotary) {
-            Operation op;
-            op.kind = Kind::split;
-            op.from = from;
+                         uintptr_t values, int block_tokens, uintptr_t weight, float eps, int rotary) {
+            Operation op = norm(Kind::split, from, -1, 0, weight, eps, false, false);
             op.shape = shape;
-            op.pool = {reinterpret_cast<uint16_t*>(keys), reinterpret_cast<uint16_t*>(values), block_tokens};
-            op.weight = reinterpret_cast<const float*>(norm);
-            op.eps = eps;
+            op.pool = pool(keys, values, block_tokens);
             op.rotary = rotary;
             self.append(op);
         }, nb::arg("source"), nb::arg("shape"), nb::arg("keys"), nb::arg("values"),
            nb::arg("block_tokens"), nb::arg("norm"), nb::arg("eps"), nb::arg("rotary"))
         .def("attend", [](Program& self, int to, const AttentionShape& shape, uintptr_t keys,
                           uintptr_t values, int block_tokens) {
-            Operation op;
-            op.kind = Kind::attend;
-            op.to = to;
+            Operation op = rows(Kind::attend, -1, to, 0, false);
             op.shape = shape;
-            op.pool = {reinterpret_cast<uint16_t*>(keys), reinterpret_cast<uint16_t*>(values), block_tokens};
+            op.pool = pool(keys, values, block_tokens);
             self.append(op);
         }, nb::arg("to"), nb::arg("shape"), nb::arg("keys"), nb::arg("values"), nb::arg("block_tokens"))
         .def("gather", [](Program& self, int from, int to, int columns) {
-            Operation op;
-            op.kind = Kind::gather;
-            op.from = from;
-            op.to = to;
-            op.columns = columns;
-            op.sampled = true;
-            self.append(op);
+            self.append(rows(Kind::gather, from, to, columns, true));
         }, nb::arg("source"), nb::arg("to"), nb::arg("columns"))
-        .def("measure", &Program::measure)
-        .def_prop_ro("seconds", &Program::seconds)
         .def("run", [](Program& self, Ints token_ids, Ints positions, Ints slots, Ints row_starts,
                        Ints context_tokens, Array<const int64_t, nb::ndim<2>> block_tables,
                        Ints sampled_rows, Array<float, nb::ndim<2>> logits) {

@@ -1,7 +1,6 @@
 #include "program.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 
 namespace tokenpath {
@@ -104,13 +103,8 @@ void Program::run(const StepInput& step) {
         }
         team_->barrier();
         for (const auto& operation : operations_) {
-            using clock = std::chrono::steady_clock;
-            const auto begin = measured_ ? clock::now() : clock::time_point();
             execute(operation, step, thread);
             team_->barrier();
-            if (measured_ && thread == 0)
-                seconds_[int(operation.kind)] +=
-                    std::chrono::duration<double>(clock::now() - begin).count();
         }
     });
 }
@@ -206,13 +200,6 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
             });
             break;
     }
-}
-
-std::vector<std::pair<const char*, double>> Program::seconds() const {
-    const char* names[8] = {"embed", "norm", "quantize", "norm_quantize", "matmul", "split", "attend", "gather"};
-    std::vector<std::pair<const char*, double>> found;
-    for (int i = 0; i < 8; i++) found.emplace_back(names[i], seconds_[i]);
-    return found;
 }
 
 }  // namespace tokenpath

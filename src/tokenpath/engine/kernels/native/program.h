@@ -1,8 +1,8 @@
 // A whole forward pass as a list of operations, run by a team of threads in one call from Python.
 //
-// Python traces a model family once and appends an operation per kernel call (see native_trace.py);
+// Python reads a loaded decoder once and appends an operation per kernel call (native_program.py);
 // here they are executed, each shared by all threads, with a barrier between. Buffers are numbered:
-// the tracer decides which value lives where, this module sizes them for the step at hand.
+// Python decides which value lives where, this module sizes them for the step at hand.
 #pragma once
 
 #include <atomic>
@@ -64,10 +64,6 @@ class Program {
     void append(const Operation& operation) { operations_.push_back(operation); }
     void run(const StepInput& step);
 
-    // Seconds spent per kind of operation, all steps together, on thread 0; the profile.
-    std::vector<std::pair<const char*, double>> seconds() const;
-    void measure(bool on) { measured_ = on; }
-
    private:
     struct Buffer {
         int columns;
@@ -91,11 +87,9 @@ class Program {
     std::vector<Buffer> buffers_;
     std::vector<Rotary> rotaries_;
     std::vector<uint16_t> queries_;
-    std::vector<std::vector<AttendUnit>> units_;  // per number of query heads a KV head
+    std::vector<std::vector<AttendUnit>> units_;  // of each operation that attends
     std::vector<std::vector<unsigned char>> scratch_;
     std::unique_ptr<std::atomic<size_t>[]> next_;  // the next share of each operation's work
-    bool measured_ = false;
-    double seconds_[8] = {};
 };
 
 }  // namespace tokenpath
