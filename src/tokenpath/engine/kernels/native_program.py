@@ -211,10 +211,9 @@ class NativeProgram:
             self._native.pack_int8(weight.codes.numpy(), data)
             scale[:rows] = weight.scale.numpy()
         else:
-            halves = (
-                t.contiguous().view(torch.uint16).numpy() for t in (weight.scale, weight.minimum)
-            )
-            self._native.pack_int4(weight.codes.numpy(), *halves, data)
+            units = (t.view(torch.uint16).numpy() for t in (weight.unit, weight.low_unit))
+            wholes = (t.numpy() for t in (weight.codes, weight.scale, weight.minimum))
+            self._native.pack_int4(*wholes, *units, data)
         bias = 0
         if linear.bias is not None:
             padded = np.zeros(panels * self._native.PANEL, np.float32)

@@ -15,7 +15,8 @@ Bits = Literal[4, 8]
 
 GROUP = 32
 """Weights of a row that share a scale and a minimum in 4 bits."""
-_FEWER_STEPS = tuple(range(14, 5, -1))
+BLOCK = 8
+"""Groups of a row that share the units in which their scales and minima are whole numbers."""
 _ROWS_AT_A_TIME = 2048
 """Bounds the float32 copies that rounding makes."""
 
@@ -45,29 +46,43 @@ class Int8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """``weight[n, k] = scale[n, g] * codes[n, k] - minimum[n, g]`` with ``g = k // 32``."""
+    """Four bits and a group's scale and minimum, themselves 8-bit numbers in a block's units.
+
+    ``weight[n, k] = unit[n, b] * scale[n, g] * codes[n, k] - low_unit[n, b] * minimum[n, g]`` with
+    ``g = k // 32`` and ``b = g // 8``. GGUF's Q4_K has this form too, and is taken over exactly.
+    """
 
     codes: torch.Tensor
     """uint8 [N, K], from 0 to 15, one a byte."""
     scale: torch.Tensor
-    """float16 [N, K / 32]"""
+    """uint8 [N, K / 32]"""
     minimum: torch.Tensor
-    """float16 [N, K / 32]"""
+    """uint8 [N, K / 32]"""
+    unit: torch.Tensor
+    """float16 [N, ceil(K / 256)]"""
+    low_unit: torch.Tensor
+    """float16 [N, ceil(K / 256)]"""
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, each with a row for each of the weight's."""
+        return self.codes, self.scale, self.minimum, self.unit, self.low_unit
 
     @property
     def nbytes(self) -> int:
         """Memory of the weight."""
-        return self.codes.nbytes + self.scale.nbytes + self.minimum.nbytes
+        return sum(part.nbytes for part in self.parts)
 
     def rows(self, order: torch.Tensor) -> Int4Weight:
         """The same rows in another order."""
-        return Int4Weight(self.codes[order], self.scale[order], self.minimum[order])
+        return Int4Weight(*(part[order] for part in self.parts))
 
     def dequantize(self) -> torch.Tensor:
         """float32 [N, K]."""
-        groups = self.codes.view(len(self.codes), -1, GROUP).float()
-        values = groups * self.scale.float()[:, :, None] - self.minimum.float()[:, :, None]
-        return values.flatten(1)
+        groups = self.codes.view(*self.scale.shape, GROUP).float()
+        scale = _of_units(self.scale, self.unit)
+        minimum = _of_units(self.minimum, self.low_unit)
+        return (groups * scale[:, :, None] - minimum[:, :, None]).flatten(1)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,49 +109,38 @@ def to_int8(weight: torch.Tensor) -> Int8Weight:
 
 
 def to_int4(weight: torch.Tensor) -> Int4Weight:
-    """Round a matrix [N, K], K a multiple of 32, to 4 bits with a scale and minimum per group.
-
-    A group that came from a 4-bit format is found again exactly, up to the rounding of its scale
-    and minimum to half precision: its values lie on a grid, and so does the result.
-    """
-    parts = [_int4_rows(part) for part in _parts(weight)]
-    return Int4Weight(
-        torch.cat([p.codes for p in parts]),
-        torch.cat([p.scale for p in parts]),
-        torch.cat([p.minimum for p in parts]),
-    )
+    """Round a matrix [N, K], K a multiple of 32, to 4 bits with a scale and minimum per group."""
+    parts = zip(*(_int4_rows(part).parts for part in _parts(weight)), strict=True)
+    return Int4Weight(*(torch.cat(part) for part in parts))
 
 
 def _int4_rows(weight: torch.Tensor) -> Int4Weight:
-    values = weight.float().reshape(-1, GROUP)
-    low, high = values.amin(-1), values.amax(-1)
-    span = high - low
-    steps = torch.full_like(span, 15.0)
-    error = _grid_error(values, low, span, steps)
-    # Values on a grid that use fewer than its 16 places: look for their number of steps.
-    rest = torch.nonzero(error > 1e-5 * span.square()).squeeze(1)
-    for count in _FEWER_STEPS:
-        if len(rest) == 0:
-            break
-        tried = torch.full_like(span[rest], float(count))
-        found = _grid_error(values[rest], low[rest], span[rest], tried)
-        better = found < 0.01 * error[rest]
-        steps[rest[better]] = float(count)
-        rest = rest[~better]
-    scale = (span / steps).half()
-    minimum = (-low).half()
-    inverse = torch.where(scale > 0, 1.0 / scale.float(), torch.zeros_like(span))
-    codes = ((values + minimum.float()[:, None]) * inverse[:, None]).round().clamp(0, 15)
-    rows = len(weight)
-    return Int4Weight(
-        codes.to(torch.uint8).view(rows, -1), scale.view(rows, -1), minimum.view(rows, -1)
+    values = weight.float().view(len(weight), -1, GROUP)
+    minimum, low_unit = _in_units((-values.amin(-1)).clamp(min=0.0))
+    floor = _of_units(minimum, low_unit)
+    scale, unit = _in_units((values.amax(-1) + floor).clamp(min=0.0) / 15.0)
+    step = _of_units(scale, unit)
+    inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
+    codes = ((values + floor[:, :, None]) * inverse[:, :, None]).round().clamp(0, 15)
+    return Int4Weight(codes.to(torch.uint8).flatten(1), scale, minimum, unit, low_unit)
+
+
+def _in_units(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Non-negative [N, G] as whole numbers, rounded up, of a unit that 8 neighbours share.
+
+    Rounded up, so that the largest and smallest weights of a group stay within its 16 places.
+    """
+    blocks = torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK)).view(
+        len(values), -1, BLOCK
     )
+    largest = blocks.amax(-1)
+    # Half precision rounds by up to 2^-11 of the value, or by 2^-25: not below what is needed.
+    unit = torch.where(largest > 0, largest / 255.0 * (1 + 2**-10) + 2**-24, largest).half()
+    count = torch.where(unit[:, :, None] > 0, blocks / unit.float()[:, :, None], blocks)
+    whole = (count - 1e-3).ceil().clamp(0, 255).to(torch.uint8).flatten(1)
+    return whole[:, : values.shape[1]].contiguous(), unit
 
 
-def _grid_error(
-    values: torch.Tensor, low: torch.Tensor, span: torch.Tensor, steps: torch.Tensor
-) -> torch.Tensor:
-    """Largest squared distance of each group's values from a grid of so many steps."""
-    unit = torch.where(span > 0, span / steps, torch.ones_like(span))[:, None]
-    place = (values - low[:, None]) / unit
-    return ((place - place.round()).abs().amax(-1) * unit[:, 0]).square()
+def _of_units(whole: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    """float32 [N, G]: the opposite of ``_in_units``."""
+    return whole.float() * unit.float().repeat_interleave(BLOCK, 1)[:, : whole.shape[1]]

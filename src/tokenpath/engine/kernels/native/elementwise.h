@@ -21,18 +21,25 @@ inline void quantize_row(const float* x, int columns, const Quantized& to, size_
     for (int k = 0; k < columns; k += LANES) poison += load<F32>(x + k) * splat(0.0f);
     const float scale = largest / 127.0f + sum(poison);
     const F32 inverse = splat(largest > 0.0f ? 127.0f / largest : 0.0f);
-    int8_t* q = to.values + row * to.stride;
+    const size_t tile = to.tiling.of(row), first = to.tiling.begin(tile);
+    const size_t height = to.tiling.begin(tile + 1) - first, offset = row - first;
+    int8_t* q = to.values + first * columns + offset * 4;
+    int16_t* groups = to.group_sum + (first * to.pairs() + offset) * 2;
     int32_t total = 0;
-    for (int k = 0; k < columns; k += GROUP) {
-        const I32 a = round_to_int(load<F32>(x + k) * inverse);
-        const I32 b = round_to_int(load<F32>(x + k + LANES) * inverse);
+    for (int g = 0; g < columns / GROUP; g++) {
+        const I32 a = round_to_int(load<F32>(x + g * GROUP) * inverse);
+        const I32 b = round_to_int(load<F32>(x + g * GROUP + LANES) * inverse);
         typedef int8_t I8x16 __attribute__((vector_size(16)));
-        store(q + k, __builtin_convertvector(a, I8x16));
-        store(q + k + LANES, __builtin_convertvector(b, I8x16));
+        int32_t quads[GROUP / 4];
+        store(quads, __builtin_convertvector(a, I8x16));
+        store(quads + LANES / 4, __builtin_convertvector(b, I8x16));
+        for (int i = 0; i < GROUP / 4; i++)
+            std::memcpy(q + (g * (GROUP / 4) + i) * height * 4, quads + i, 4);
         const int32_t group = sum(a + b);
-        to.group_sum[row * to.group_stride + k / GROUP] = float(group);
+        groups[g / 2 * height * 2 + g % 2] = int16_t(group);
         total += group;
     }
+    if (columns / GROUP % 2 != 0) groups[(to.pairs() - 1) * height * 2 + 1] = 0;
     to.scale[row] = scale;
     to.sum[row] = total;
 }

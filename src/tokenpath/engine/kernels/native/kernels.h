@@ -10,6 +10,7 @@ namespace tokenpath {
 
 struct Kernels {
     const char* name;
+    int tile_rows;
     void (*matmul_panel)(const MatmulArgs&, int panel);
     void (*quantize_row)(const float* x, int columns, const Quantized& to, size_t row);
     void (*norm_row)(const float* x, const float* weight, float eps, int columns, float* to, bool add);

@@ -8,7 +8,9 @@ namespace tokenpath {
 
 constexpr int PANEL = 32;             // output channels that are packed together
 constexpr int GROUP = 32;             // int4: places of K that share a scale and a minimum
-constexpr int INT4_GROUP_BYTES = 640;  // 32 * 32 codes of 4 bits, 32 scales, 32 minima
+constexpr int BLOCK = 8;              // int4: groups whose scales and minima share a unit
+constexpr int INT4_HEAD_BYTES = 640;  // of a block: units, scales and minima; see matmul.h
+constexpr int INT4_GROUP_BYTES = 512;  // 32 * 32 codes of 4 bits
 
 enum class Activation { silu, gelu_tanh };
 enum class Output { store, add, gated };
@@ -24,29 +26,38 @@ struct Weights {
     const float* bias;    // [N in whole panels], or null
 };
 
+// How the rows of a step are cut into the tiles that a product works on: of nearly equal height.
+struct Tiling {
+    size_t rows;
+    size_t most;  // rows of a tile
+
+    size_t count() const { return (rows + most - 1) / most; }
+    size_t begin(size_t tile) const { return rows * tile / count(); }
+    size_t of(size_t row) const { return ((row + 1) * count() - 1) / rows; }
+};
+
+// Activations as a product eats them, tile after tile. A tile of h rows that begins with row r is
+//   values    [K / 4][h][4] from values + r * K on,
+//   group_sum [pairs of groups][h][2] from group_sum + r * 2 * (pairs of groups) on:
+// what one instruction multiplies lies together, and a tile is a single stream of memory.
+struct Quantized {
+    Tiling tiling;
+    int columns;          // K
+    int8_t* values;
+    float* scale;         // [rows]
+    int32_t* sum;         // [rows], of the values
+    int16_t* group_sum;   // sums over GROUP values; an odd group has a zero beside it
+
+    size_t pairs() const { return size_t(columns / GROUP + 1) / 2; }
+};
+
 struct MatmulArgs {
     const Weights* weights;
-    size_t tokens;
-    const int8_t* activations;      // [tokens, K]
-    size_t activation_stride;
-    const float* activation_scale;  // [tokens]
-    const int32_t* activation_sum;  // [tokens]
-    const float* group_sum;         // [tokens, K / GROUP], in units of the activations' scale
-    size_t group_stride;
-    float* out;                     // [tokens, N], or [tokens, N / 2] when gated
+    Quantized activations;
+    float* out;  // [tokens, N], or [tokens, N / 2] when gated
     size_t out_stride;
     Output output;
     Activation activation;
-};
-
-// Activations as a product eats them.
-struct Quantized {
-    int8_t* values;  // [tokens, stride]
-    size_t stride;
-    float* scale;    // [tokens]
-    int32_t* sum;    // [tokens]
-    float* group_sum;  // [tokens, group_stride]
-    size_t group_stride;
 };
 
 // What one kind of attention layer computes; the fields of Python's AttentionSpec.

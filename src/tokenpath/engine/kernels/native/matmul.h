@@ -7,12 +7,18 @@
 // to the product is a multiple of the activations' sum, which the quantizer leaves beside them.
 //
 // int8: y[t, n] = a_scale[t] * w_scale[n] * (acc - 128 * a_sum[t]); acc is exact in int32.
-// int4: K falls into groups of 32 with a scale and a minimum of their own (stored as half floats
-//       behind the group's codes): y[t, n] = a_scale[t] * sum over groups g of
-//       (scale[g, n] * acc[g] - minimum[g, n] * a_sum[t, g]), added in order of g.
+// int4: K falls into groups of 32 with a scale and a minimum, 8-bit integers in units that 8 groups
+//       share: a block. y[t, n] = a_scale[t] * sum over blocks of
+//       (unit[n] * sum over g of scale[g, n] * acc[g] - low_unit[n] * sum of minimum[g, n] * a_sum[t, g])
+//       in a fixed order. A block begins with its head: 32 units and 32 units of the minima (half
+//       floats), [8][32] scales, and [4][32][2] minima; the groups' codes follow.
 //
 // Neither depends on how many rows are computed together, so a request's result does not depend on
 // its neighbours.
+//
+// A product of few rows waits for memory, so a tile asks for what comes next while it computes. The
+// first tile of a panel reads ahead in its own; if there are more, each of them asks for a part of
+// the next panel instead.
 #pragma once
 
 #include "layout.h"
@@ -54,117 +60,160 @@ inline void finish_tile(const MatmulArgs& args, int panel, size_t row, F32 low, 
     if (w.rows - column > LANES) put(to + LANES, high, w.rows - column - LANES, add);
 }
 
-constexpr int PREFETCH_BYTES = 2048;
+// What a tile asks for, while it walks over a panel: bytes from `from` on, `step` a cache line of
+// weights read.
+struct Ahead {
+    const uint8_t* from;
+    int parts;  // tiles that share a panel; 0: nothing is asked for
+};
+
+constexpr int LINE = 64;
+constexpr int AHEAD_BYTES = 9472;
+constexpr int MOST_PARTS = 4;
+
+inline void ask(const uint8_t* from, int bytes) {
+    for (int at = 0; at < bytes; at += LINE) __builtin_prefetch(from + at, 0, 2);
+}
 
 template <int M>
-void tile_int8(const MatmulArgs& args, int panel, size_t row) {
+void tile_int8(const MatmulArgs& args, int panel, size_t tile, Ahead ahead) {
     const Weights& w = *args.weights;
+    const size_t row = args.activations.tiling.begin(tile);
     const int quads = w.columns / 4;
     const uint8_t* from = w.data + size_t(panel) * w.panel_bytes;
-    const int8_t* a[M];
-    for (int m = 0; m < M; m++) a[m] = args.activations + (row + m) * args.activation_stride;
-    I32 acc[M][2] = {};
-    for (int k = 0; k < quads; k++) {
-        const U8x64 w0 = load<U8x64>(from + k * 128);
-        const U8x64 w1 = load<U8x64>(from + k * 128 + 64);
-        if (M <= 8) {
-            __builtin_prefetch(from + k * 128 + PREFETCH_BYTES, 0, 3);
-            __builtin_prefetch(from + k * 128 + PREFETCH_BYTES + 64, 0, 3);
-        }
+    const int8_t* a = args.activations.values + row * w.columns;
+    I32 acc[M][2];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = I32{};
+    const int step = ahead.parts == 0 ? 0 : 4 * PANEL / ahead.parts;
+    const bool both = ahead.parts == 1;
+    for (int k = 0; k < quads; k++, from += 4 * PANEL, a += 4 * M, ahead.from += step) {
+        const U8x64 w0 = load<U8x64>(from), w1 = load<U8x64>(from + 64);
+        __builtin_prefetch(ahead.from, 0, 2);
+        if (both) __builtin_prefetch(ahead.from + LINE, 0, 2);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             int32_t quad;
-            std::memcpy(&quad, a[m] + k * 4, 4);
+            std::memcpy(&quad, a + m * 4, 4);
             acc[m][0] = dot_u8s8(acc[m][0], w0, quad);
             acc[m][1] = dot_u8s8(acc[m][1], w1, quad);
         }
     }
     const F32 s0 = load<F32>(w.scale + panel * PANEL), s1 = load<F32>(w.scale + panel * PANEL + LANES);
+#pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
-        const I32 shift = splat(128 * args.activation_sum[row + m]);
-        const F32 scale = splat(args.activation_scale[row + m]);
+        const I32 shift = splat(128 * args.activations.sum[row + m]);
+        const F32 scale = splat(args.activations.scale[row + m]);
         finish_tile(args, panel, row + m, to_float(acc[m][0] - shift) * (scale * s0),
                     to_float(acc[m][1] - shift) * (scale * s1));
     }
 }
 
+// The part of a block that the minima make: total = -low_unit * sum of minimum * a_sum.
 template <int M>
-void tile_int4(const MatmulArgs& args, int panel, size_t row) {
+inline void take_minima(const uint8_t* head, const int16_t* sums, int pairs, F32 total[M][2]) {
+    I32 acc[M][2];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = I32{};
+    const uint8_t* minima = head + 4 * PANEL + BLOCK * PANEL;
+    for (int pair = 0; pair < pairs; pair++, minima += 2 * PANEL, sums += 2 * M) {
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) {
+            int32_t both;
+            std::memcpy(&both, sums + 2 * m, 4);
+            acc[m][0] = dot_u8s16(acc[m][0], minima, both);
+            acc[m][1] = dot_u8s16(acc[m][1], minima + PANEL, both);
+        }
+    }
+    const uint16_t* units = reinterpret_cast<const uint16_t*>(head) + PANEL;
+    const F32 u0 = load_f16(units), u1 = load_f16(units + LANES);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+        total[m][0] -= u0 * to_float(acc[m][0]);
+        total[m][1] -= u1 * to_float(acc[m][1]);
+    }
+}
+
+template <int M>
+void tile_int4(const MatmulArgs& args, int panel, size_t tile, Ahead ahead) {
     const Weights& w = *args.weights;
+    const size_t row = args.activations.tiling.begin(tile);
     const int groups = w.columns / GROUP;
     const uint8_t* from = w.data + size_t(panel) * w.panel_bytes;
-    const int8_t* a[M];
-    const float* sums[M];
-    for (int m = 0; m < M; m++) {
-        a[m] = args.activations + (row + m) * args.activation_stride;
-        sums[m] = args.group_sum + (row + m) * args.group_stride;
-    }
-    F32 total[M][2] = {};
+    const int8_t* a = args.activations.values + row * w.columns;
+    const int16_t* sums = args.activations.group_sum + row * args.activations.pairs() * 2;
+    const int step = ahead.parts == 0 ? 0 : (INT4_GROUP_BYTES + INT4_HEAD_BYTES / BLOCK) / ahead.parts;
+    F32 total[M][2];  // in memory: the registers are for the sums within a group
+    for (int m = 0; m < M; m++) total[m][0] = total[m][1] = F32{};
     const U8x64 low_bits = U8x64{} + uint8_t(15);
-    for (int g = 0; g < groups; g++, from += INT4_GROUP_BYTES) {
-        I32 acc[M][2] = {};
-        for (int line = 0; line < INT4_GROUP_BYTES; line += 64)
-            __builtin_prefetch(from + line + PREFETCH_BYTES, 0, 3);
+    for (int first = 0; first < groups; first += BLOCK) {
+        const uint8_t* head = from;
+        const uint16_t* units = reinterpret_cast<const uint16_t*>(head);
+        const F32 u0 = load_f16(units), u1 = load_f16(units + LANES);
+        const int count = groups - first < BLOCK ? groups - first : BLOCK;
+        take_minima<M>(head, sums + first * M, (count + 1) / 2, total);
+        from += INT4_HEAD_BYTES;
+        for (int g = 0; g < count; g++, from += INT4_GROUP_BYTES, a += GROUP * M) {
+            ask(ahead.from, step);
+            ahead.from += step;
+            I32 acc[M][2];
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = I32{};
 #pragma GCC unroll 4
-        for (int pair = 0; pair < 4; pair++) {
-            const U8x64 c0 = load<U8x64>(from + pair * 128), c1 = load<U8x64>(from + pair * 128 + 64);
-            const U8x64 w00 = c0 & low_bits, w10 = c1 & low_bits;
-            const U8x64 w01 = (U8x64)((U32)c0 >> 4) & low_bits, w11 = (U8x64)((U32)c1 >> 4) & low_bits;
-#pragma GCC unroll 8
+            for (int pair = 0; pair < 4; pair++) {
+                const U8x64 c0 = load<U8x64>(from + pair * 128), c1 = load<U8x64>(from + pair * 128 + 64);
+                const U8x64 w00 = c0 & low_bits, w10 = c1 & low_bits;
+                const U8x64 w01 = (U8x64)((U32)c0 >> 4) & low_bits;
+                const U8x64 w11 = (U8x64)((U32)c1 >> 4) & low_bits;
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++) {
+                    int32_t low, high;
+                    std::memcpy(&low, a + (pair * 2 * M + m) * 4, 4);
+                    std::memcpy(&high, a + ((pair * 2 + 1) * M + m) * 4, 4);
+                    acc[m][0] = dot_u8s8(acc[m][0], w00, low);
+                    acc[m][1] = dot_u8s8(acc[m][1], w10, low);
+                    acc[m][0] = dot_u8s8(acc[m][0], w01, high);
+                    acc[m][1] = dot_u8s8(acc[m][1], w11, high);
+                }
+            }
+            const uint8_t* scales = head + 4 * PANEL + g * PANEL;
+            const F32 s0 = u0 * load_u8(scales), s1 = u1 * load_u8(scales + LANES);
+#pragma GCC unroll 12
             for (int m = 0; m < M; m++) {
-                int32_t quad[2];
-                std::memcpy(quad, a[m] + g * GROUP + pair * 8, 8);
-                acc[m][0] = dot_u8s8(acc[m][0], w00, quad[0]);
-                acc[m][1] = dot_u8s8(acc[m][1], w10, quad[0]);
-                acc[m][0] = dot_u8s8(acc[m][0], w01, quad[1]);
-                acc[m][1] = dot_u8s8(acc[m][1], w11, quad[1]);
+                total[m][0] = fused(s0, to_float(acc[m][0]), total[m][0]);
+                total[m][1] = fused(s1, to_float(acc[m][1]), total[m][1]);
             }
         }
-        const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + 512);
-        const F32 s0 = load_f16(halves), s1 = load_f16(halves + 16);
-        const F32 m0 = load_f16(halves + 32), m1 = load_f16(halves + 48);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            const F32 sum = splat(sums[m][g]);
-            total[m][0] += s0 * to_float(acc[m][0]) - m0 * sum;
-            total[m][1] += s1 * to_float(acc[m][1]) - m1 * sum;
-        }
     }
+#pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
-        const F32 scale = splat(args.activation_scale[row + m]);
+        const F32 scale = splat(args.activations.scale[row + m]);
         finish_tile(args, panel, row + m, total[m][0] * scale, total[m][1] * scale);
     }
 }
 
+using TileFunction = void (*)(const MatmulArgs&, int panel, size_t tile, Ahead);
+
 template <int M>
-inline void tile(const MatmulArgs& args, int panel, size_t row) {
-    if (args.weights->bits == 8)
-        tile_int8<M>(args, panel, row);
-    else
-        tile_int4<M>(args, panel, row);
+inline TileFunction tile_of(int bits, size_t height) {
+    if constexpr (M > 1)
+        if (height < M) return tile_of<M - 1>(bits, height);
+    return bits == 8 ? tile_int8<M> : tile_int4<M>;
 }
 
 // All rows of one panel.
 inline void matmul_panel(const MatmulArgs& args, int panel) {
-    const size_t most = args.weights->bits == 8 ? 12 : 6;
-    const size_t tiles = (args.tokens + most - 1) / most;
-    for (size_t i = 0; i < tiles; i++) {
-        // Tiles of nearly equal height.
-        const size_t row = args.tokens * i / tiles, rows = args.tokens * (i + 1) / tiles - row;
-        switch (rows) {
-            case 1: tile<1>(args, panel, row); break;
-            case 2: tile<2>(args, panel, row); break;
-            case 3: tile<3>(args, panel, row); break;
-            case 4: tile<4>(args, panel, row); break;
-            case 5: tile<5>(args, panel, row); break;
-            case 6: tile<6>(args, panel, row); break;
-            case 7: tile_int8<7>(args, panel, row); break;
-            case 8: tile_int8<8>(args, panel, row); break;
-            case 9: tile_int8<9>(args, panel, row); break;
-            case 10: tile_int8<10>(args, panel, row); break;
-            case 11: tile_int8<11>(args, panel, row); break;
-            default: tile_int8<12>(args, panel, row); break;
-        }
+    const Weights& w = *args.weights;
+    const Tiling& tiling = args.activations.tiling;
+    const size_t tiles = tiling.count();
+    const int parts = int(tiles < MOST_PARTS ? tiles : MOST_PARTS);
+    const uint8_t* own = w.data + size_t(panel) * w.panel_bytes;
+    for (size_t tile = 0; tile < tiles; tile++) {
+        Ahead ahead{own + AHEAD_BYTES, parts};
+        if (tile >= MOST_PARTS) ahead.parts = 0;
+        if (tiles > 1) ahead.from = own + w.panel_bytes + w.panel_bytes / parts * tile;
+        const size_t height = tiling.begin(tile + 1) - tiling.begin(tile);
+        tile_of<TILE_ROWS>(w.bits, height)(args, panel, tile, ahead);
     }
 }
 

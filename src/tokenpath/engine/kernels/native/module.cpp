@@ -20,6 +20,8 @@ namespace {
 
 template <class T, class... Shape>
 using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu, Shape...>;
+using Bytes = Array<const uint8_t, nb::ndim<2>>;
+using Halves = Array<const uint16_t, nb::ndim<2>>;
 using Ints = Array<const int64_t, nb::ndim<1>>;
 
 const Kernels* find_kernels(const std::string& name) {
@@ -67,6 +69,7 @@ KvPool pool(uintptr_t keys, uintptr_t values, int block_tokens) {
 
 NB_MODULE(_native, m) {
     m.attr("PANEL") = PANEL;
+    m.attr("BLOCK") = BLOCK;
 
     m.def("usable", [] {
         std::vector<std::string> names;
@@ -81,12 +84,13 @@ NB_MODULE(_native, m) {
         pack_int8(weights.data(), int(weights.shape(0)), int(weights.shape(1)), to.data());
     }, "Lay int8 weights [N, K] out in panels.");
 
-    m.def("pack_int4", [](Array<const uint8_t, nb::ndim<2>> codes, Array<const uint16_t, nb::ndim<2>> scale,
-                          Array<const uint16_t, nb::ndim<2>> minimum, Array<uint8_t, nb::ndim<1>> to) {
+    m.def("pack_int4", [](Bytes codes, Bytes scale, Bytes minimum, Halves unit, Halves low_unit,
+                          Array<uint8_t, nb::ndim<1>> to) {
         nb::gil_scoped_release free;
-        pack_int4(codes.data(), scale.data(), minimum.data(), int(codes.shape(0)),
-                  int(codes.shape(1)), to.data());
-    }, "Lay 4-bit codes [N, K] with half-precision scales and minima [N, K / 32] out in panels.");
+        pack_int4({codes.data(), scale.data(), minimum.data(), unit.data(), low_unit.data()},
+                  int(codes.shape(0)), int(codes.shape(1)), to.data());
+    }, "Lay 4-bit codes [N, K] with their scales and minima [N, K / 32] and those's half-precision "
+       "units [N, ceil(K / 256)] out in panels.");
 
     nb::class_<Weights>(m, "Weights");
     m.def("weights", &weights_of, nb::arg("bits"), nb::arg("rows"), nb::arg("columns"),

@@ -4,8 +4,12 @@
 
 namespace tokenpath {
 
+static size_t int4_panel_bytes(size_t groups) {
+    return (groups + BLOCK - 1) / BLOCK * INT4_HEAD_BYTES + groups * INT4_GROUP_BYTES;
+}
+
 size_t panel_bytes(int bits, int columns) {
-    return bits == 8 ? size_t(columns) * PANEL : size_t(columns) / GROUP * INT4_GROUP_BYTES;
+    return bits == 8 ? size_t(columns) * PANEL : int4_panel_bytes(columns / GROUP);
 }
 
 void pack_int8(const int8_t* weights, int rows, int columns, uint8_t* to) {
@@ -25,24 +29,28 @@ void pack_int8(const int8_t* weights, int rows, int columns, uint8_t* to) {
     }
 }
 
-void pack_int4(const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum, int rows,
-               int columns, uint8_t* to) {
-    const int groups = columns / GROUP;
-    for (int panel = 0; panel * PANEL < rows; panel++) {
-        for (int group = 0; group < groups; group++) {
-            uint8_t* start = to + size_t(panel) * panel_bytes(4, columns) + size_t(group) * INT4_GROUP_BYTES;
-            std::memset(start, 0, INT4_GROUP_BYTES);
-            uint16_t* halves = reinterpret_cast<uint16_t*>(start + GROUP * PANEL / 2);
-            for (int lane = 0; lane < PANEL; lane++) {
-                const int row = panel * PANEL + lane;
-                if (row >= rows) continue;
-                halves[lane] = scale[size_t(row) * groups + group];
-                halves[PANEL + lane] = minimum[size_t(row) * groups + group];
-                for (int k = 0; k < GROUP; k++) {
-                    // Two times four places share their bytes: the later four are the high halves.
-                    const uint8_t code = codes[size_t(row) * columns + group * GROUP + k] & 15;
-                    start[k / 8 * (4 * PANEL) + lane * 4 + k % 4] |= k / 4 % 2 ? code << 4 : code;
-                }
+void pack_int4(const Int4Source& from, int rows, int columns, uint8_t* to) {
+    const size_t groups = size_t(columns) / GROUP, blocks = (groups + BLOCK - 1) / BLOCK;
+    std::memset(to, 0, size_t(rows + PANEL - 1) / PANEL * panel_bytes(4, columns));
+    for (size_t row = 0; row < size_t(rows); row++) {
+        const size_t lane = row % PANEL;
+        uint8_t* panel = to + row / PANEL * panel_bytes(4, columns);
+        for (size_t group = 0; group < groups; group++) {
+            const size_t block = group / BLOCK, within = group % BLOCK;
+            uint8_t* head = panel + block * (INT4_HEAD_BYTES + BLOCK * INT4_GROUP_BYTES);
+            uint16_t* units = reinterpret_cast<uint16_t*>(head);
+            units[lane] = from.unit[row * blocks + block];
+            units[PANEL + lane] = from.low_unit[row * blocks + block];
+            uint8_t* scales = head + 4 * PANEL;
+            uint8_t* minima = scales + BLOCK * PANEL;
+            scales[within * PANEL + lane] = from.scale[row * groups + group];
+            minima[within / 2 * (2 * PANEL) + lane * 2 + within % 2] = from.minimum[row * groups + group];
+            uint8_t* codes = head + INT4_HEAD_BYTES + within * INT4_GROUP_BYTES + lane * 4;
+            const uint8_t* code = from.codes + row * columns + group * GROUP;
+            for (int k = 0; k < GROUP; k++) {
+                // Two times four places share their bytes: the later four are the high halves.
+                const int high = k / 4 % 2 * 4;
+                codes[k / 8 * (4 * PANEL) + k % 4] |= uint8_t((code[k] & 15) << high);
             }
         }
     }

@@ -45,6 +45,7 @@ struct Operation {
     AttentionShape shape{};
     KvPool pool{};
     int rotary = 0;
+    size_t plan = 0;  // of an attention: which list of units
 };
 
 // Angles of one kind of layer.
@@ -61,7 +62,7 @@ class Program {
     int rotary(std::vector<float> inverse_frequencies, float magnitude);
     // A float32 buffer of so many columns a row, or an int8 one with its scales.
     int buffer(int columns, bool quantized);
-    void append(const Operation& operation) { operations_.push_back(operation); }
+    void append(const Operation& operation);
     void run(const StepInput& step);
 
    private:
@@ -72,13 +73,15 @@ class Program {
         std::vector<int8_t> values;
         std::vector<float> scale;
         std::vector<int32_t> sum;
-        std::vector<float> group_sum;
+        std::vector<int16_t> group_sum;
 
-        Quantized view();
+        Quantized view(Tiling tiling);
         void reserve(size_t rows);
     };
 
     void execute(const Operation& operation, const StepInput& step, int thread);
+    template <class Work>
+    void share(size_t operation, int thread, size_t count, const Work& work);
     void plan_attention(const StepInput& step);
 
     std::shared_ptr<Team> team_;
@@ -87,9 +90,14 @@ class Program {
     std::vector<Buffer> buffers_;
     std::vector<Rotary> rotaries_;
     std::vector<uint16_t> queries_;
-    std::vector<std::vector<AttendUnit>> units_;  // of each operation that attends
-    std::vector<std::vector<unsigned char>> scratch_;
-    std::unique_ptr<std::atomic<size_t>[]> next_;  // the next share of each operation's work
+    // Layers with the same heads attend in the same units.
+    struct Plan {
+        int heads, kv_heads;
+        std::vector<AttendUnit> units;
+    };
+    std::vector<Plan> plans_;
+    std::vector<std::vector<unsigned char>> scratch_;  // of each thread
+    std::unique_ptr<std::atomic<size_t>[]> next_;  // see share()
 };
 
 }  // namespace tokenpath

@@ -18,6 +18,13 @@ namespace tokenpath::ISA {
 
 constexpr int LANES = 16;
 
+// Rows that a product computes at once: their sums fill the registers.
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 12;
+#else
+constexpr int TILE_ROWS = 3;
+#endif
+
 typedef float F32 __attribute__((vector_size(64)));
 typedef int32_t I32 __attribute__((vector_size(64)));
 typedef uint32_t U32 __attribute__((vector_size(64)));
@@ -39,6 +46,23 @@ inline void store(void* to, V value) {
 }
 
 inline F32 to_float(I32 x) { return __builtin_convertvector(x, F32); }
+
+// a * b + c, rounded once where the machine can; everywhere the same for every call.
+inline F32 fused(F32 a, F32 b, F32 c) {
+#if defined(__AVX512F__)
+    return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, 64);
+    std::memcpy(y, &b, 64);
+    std::memcpy(z, &c, 64);
+    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    return load<F32>(z);
+#else
+    return a * b + c;
+#endif
+}
+
 inline F32 select(I32 mask, F32 yes, F32 no) {
     return (F32)(((I32)yes & mask) | ((I32)no & ~mask));
 }
@@ -149,6 +173,33 @@ inline I32 dot_u8s8(I32 acc, U8x64 w, int32_t a) {
     for (int i = 0; i < 4; i++) acc += (lanes >> (8 * i) & 255) * int32_t(part[i]);
     return acc;
 #endif
+}
+
+// acc[lane] += x[2 lane] * y[0] + x[2 lane + 1] * y[1]; x are 32 unsigned bytes, y is two 16-bit
+// integers in 32 bits.
+inline I32 dot_u8s16(I32 acc, const uint8_t* x, int32_t y) {
+#if defined(__AVX512VNNI__)
+    const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)x));
+    return (I32)_mm512_dpwssd_epi32((__m512i)acc, wide, _mm512_set1_epi32(y));
+#elif defined(__AVX2__)
+    __m256i sums[2];
+    std::memcpy(sums, &acc, 64);
+    for (int i = 0; i < 2; i++) {
+        const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(x + 16 * i)));
+        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(wide, _mm256_set1_epi32(y)));
+    }
+    return load<I32>(sums);
+#else
+    const int32_t low = int16_t(y & 0xffff), high = y >> 16;
+    for (int i = 0; i < LANES; i++) acc[i] += x[2 * i] * low + x[2 * i + 1] * high;
+    return acc;
+#endif
+}
+
+// Sixteen unsigned bytes.
+inline F32 load_u8(const uint8_t* from) {
+    typedef uint8_t U8x16 __attribute__((vector_size(16)));
+    return __builtin_convertvector(__builtin_convertvector(load<U8x16>(from), I32), F32);
 }
 
 // acc[lane] += x[2 lane] * y[0] + x[2 lane + 1] * y[1], all bfloat16; y is two of them in 32 bits.
