@@ -31,47 +31,82 @@ struct AttendScratch {
     int64_t first[UNIT_ROWS];  // and none before this
 };
 
-// scores[r][0..64) of R rows from r on.
+// Where a span's four groups of 16 keys or values lie; blocks may be anywhere in the pool.
+struct Span {
+    const uint16_t* group[4];
+};
+
+// scores[r][0..64) of R rows from r on. Meanwhile the next span's keys are asked for: their groups
+// are too short for the processor to guess them.
 template <int R>
-inline void score_rows(AttendScratch& s, int r, const uint16_t* const keys[4], int head_dim) {
-    F32 acc[R][4] = {};
+inline void score_rows(AttendScratch& s, int r, const Span& keys, const Span& next, int head_dim) {
+    F32 acc[R][4];
+#pragma GCC unroll 6
+    for (int m = 0; m < R; m++)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) acc[m][i] = F32{};
     for (int pair = 0; pair < head_dim / 2; pair++) {
         U32 k[4];
-        for (int i = 0; i < 4; i++) k[i] = load<U32>(keys[i] + pair * 2 * LANES);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) k[i] = load<U32>(keys.group[i] + pair * 2 * LANES);
+        if (r == 0)
+            for (int i = 0; i < 4; i++) __builtin_prefetch(next.group[i] + pair * 2 * LANES, 0, 2);
 #pragma GCC unroll 6
         for (int m = 0; m < R; m++) {
             uint32_t q;
             std::memcpy(&q, s.query[r + m] + pair * 2, 4);
+#pragma GCC unroll 4
             for (int i = 0; i < 4; i++) acc[m][i] = dot_bf16(acc[m][i], k[i], q);
         }
     }
+#pragma GCC unroll 6
     for (int m = 0; m < R; m++)
+#pragma GCC unroll 4
         for (int i = 0; i < 4; i++) store(&s.scores[r + m][i * LANES], acc[m][i]);
 }
 
-// out[r][0..64 dims from dim) += weights[r] x values, for R rows.
-template <int R>
-inline void weigh_rows(AttendScratch& s, int r, const uint16_t* const values[4], int pairs,
-                       bool half, int dim, int head_dim) {
-    const int vectors = head_dim - dim < 64 ? (head_dim - dim) / LANES : 4;
-    F32 acc[R][4];
+// out[r][V * 16 dims from dim) += weights[r] x values, for R rows.
+template <int R, int V>
+inline void weigh_rows(AttendScratch& s, int r, const Span& values, const Span& next, int count,
+                       int dim, int head_dim) {
+    F32 acc[R][V];
+#pragma GCC unroll 6
     for (int m = 0; m < R; m++)
-        for (int i = 0; i < 4; i++)
-            acc[m][i] = i < vectors ? load<F32>(&s.out[r + m][dim + i * LANES]) : F32{};
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) acc[m][i] = load<F32>(&s.out[r + m][dim + i * LANES]);
+    const int pairs = (count + 1) / 2;
     for (int pair = 0; pair < pairs; pair++) {
-        const uint16_t* v = values[pair / 8] + size_t(pair % 8) * head_dim * 2 + dim * 2;
-        U32 lanes[4];
-        for (int i = 0; i < 4; i++) lanes[i] = i < vectors ? load<U32>(v + i * 2 * LANES) : U32{};
+        const size_t at = size_t(pair % 8) * head_dim * 2 + dim * 2;
+        const uint16_t* v = values.group[pair / 8] + at;
+        U32 lanes[V];
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) lanes[i] = load<U32>(v + i * 2 * LANES);
+        if (r == 0)
+            for (int i = 0; i < V; i++)
+                __builtin_prefetch(next.group[pair / 8] + at + i * 2 * LANES, 0, 2);
         // The odd token out of the last pair may be another's leftover: it must not even be
         // multiplied by zero, for it may be NaN.
-        if (half && pair == pairs - 1)
-            for (int i = 0; i < 4; i++) lanes[i] &= 0xffff;
+        if (count % 2 != 0 && pair == pairs - 1)
+#pragma GCC unroll 4
+            for (int i = 0; i < V; i++) lanes[i] &= 0xffff;
 #pragma GCC unroll 6
         for (int m = 0; m < R; m++)
-            for (int i = 0; i < 4; i++) acc[m][i] = dot_bf16(acc[m][i], lanes[i], s.weights[r + m][pair]);
+#pragma GCC unroll 4
+            for (int i = 0; i < V; i++) acc[m][i] = dot_bf16(acc[m][i], lanes[i], s.weights[r + m][pair]);
     }
+#pragma GCC unroll 6
     for (int m = 0; m < R; m++)
-        for (int i = 0; i < vectors; i++) store(&s.out[r + m][dim + i * LANES], acc[m][i]);
+#pragma GCC unroll 4
+        for (int i = 0; i < V; i++) store(&s.out[r + m][dim + i * LANES], acc[m][i]);
+}
+
+template <int R>
+inline void weigh_all(AttendScratch& s, int r, const Span& values, const Span& next, int count,
+                      int head_dim) {
+    int dim = 0;
+    for (; dim + 4 * LANES <= head_dim; dim += 4 * LANES)
+        weigh_rows<R, 4>(s, r, values, next, count, dim, head_dim);
+    if (dim < head_dim) weigh_rows<R, 2>(s, r, values, next, count, dim, head_dim);
 }
 
 // Masks a row's scores, moves its running maximum, and leaves its weights as bfloat16.
@@ -135,33 +170,35 @@ inline void attend_unit(const AttendArgs& args, const AttendUnit& unit, AttendSc
     }
     const int64_t* table = args.batch.block_tables + unit.chunk * args.batch.table_stride;
     const int64_t stop = position + unit.queries;
-    for (int64_t span = s.first[0] / SPAN * SPAN; span < stop; span += SPAN) {
-        const uint16_t *keys[4], *values[4];
+    const auto spans = [&](int64_t span, const uint16_t* pool) {
+        Span found;
         for (int i = 0; i < 4; i++) {
             // Past the last key the last group is read again, and hidden.
             int64_t token = span + i * LANES;
             if (token >= stop) token = (stop - 1) / LANES * LANES;
             const int64_t block = table[token / args.pool.block_tokens];
-            const size_t at = args.pool.base(block, unit.kv_head, shape) +
-                              size_t(token % args.pool.block_tokens) * d;
-            keys[i] = args.pool.keys + at;
-            values[i] = args.pool.values + at;
+            found.group[i] = pool + args.pool.base(block, unit.kv_head, shape) +
+                             size_t(token % args.pool.block_tokens) * d;
         }
+        return found;
+    };
+    const int64_t begin = s.first[0] / SPAN * SPAN;
+    Span keys = spans(begin, args.pool.keys), values = spans(begin, args.pool.values);
+    for (int64_t span = begin; span < stop; span += SPAN) {
+        const Span next_keys = spans(span + SPAN, args.pool.keys);
+        const Span next_values = spans(span + SPAN, args.pool.values);
         const int count = int(stop - span < SPAN ? stop - span : SPAN);
         int r = 0;
-        for (; r + 6 <= rows; r += 6) score_rows<6>(s, r, keys, d);
-        for (; r + 2 <= rows; r += 2) score_rows<2>(s, r, keys, d);
-        for (; r < rows; r++) score_rows<1>(s, r, keys, d);
+        for (; r + 6 <= rows; r += 6) score_rows<6>(s, r, keys, next_keys, d);
+        for (; r + 2 <= rows; r += 2) score_rows<2>(s, r, keys, next_keys, d);
+        for (; r < rows; r++) score_rows<1>(s, r, keys, next_keys, d);
         for (r = 0; r < rows; r++) soften_row(s, r, span, shape.softcap, d);
-        for (int dim = 0; dim < d; dim += 64) {
-            r = 0;
-            for (; r + 6 <= rows; r += 6)
-                weigh_rows<6>(s, r, values, (count + 1) / 2, count % 2 != 0, dim, d);
-            for (; r + 2 <= rows; r += 2)
-                weigh_rows<2>(s, r, values, (count + 1) / 2, count % 2 != 0, dim, d);
-            for (; r < rows; r++)
-                weigh_rows<1>(s, r, values, (count + 1) / 2, count % 2 != 0, dim, d);
-        }
+        r = 0;
+        for (; r + 6 <= rows; r += 6) weigh_all<6>(s, r, values, next_values, count, d);
+        for (; r + 2 <= rows; r += 2) weigh_all<2>(s, r, values, next_values, count, d);
+        for (; r < rows; r++) weigh_all<1>(s, r, values, next_values, count, d);
+        keys = next_keys;
+        values = next_values;
     }
     for (int r = 0; r < rows; r++) {
         const size_t row = size_t(unit.first_row) + r / per_kv;
