@@ -10,40 +10,6 @@
 
 namespace tokenpath::ISA {
 
-// Symmetric int8: x ~ scale * q with |q| <= 127. Rows are multiples of 32 long.
-inline void quantize_row(const float* x, int columns, const Quantized& to, size_t row) {
-    F32 most{};
-    for (int k = 0; k < columns; k += LANES) most = vmax(most, vabs(load<F32>(x + k)));
-    const float largest = max(most);
-    // A NaN or an infinity anywhere makes the whole row NaN, so that it is noticed where tokens
-    // are chosen. (A comparison with NaN is false, so the maximum alone does not show one.)
-    F32 poison{};
-    for (int k = 0; k < columns; k += LANES) poison += load<F32>(x + k) * splat(0.0f);
-    const float scale = largest / 127.0f + sum(poison);
-    const F32 inverse = splat(largest > 0.0f ? 127.0f / largest : 0.0f);
-    const size_t tile = to.tiling.of(row), first = to.tiling.begin(tile);
-    const size_t height = to.tiling.begin(tile + 1) - first, offset = row - first;
-    int8_t* q = to.values + first * columns + offset * 4;
-    int16_t* groups = to.group_sum + (first * to.pairs() + offset) * 2;
-    int32_t total = 0;
-    for (int g = 0; g < columns / GROUP; g++) {
-        const I32 a = round_to_int(load<F32>(x + g * GROUP) * inverse);
-        const I32 b = round_to_int(load<F32>(x + g * GROUP + LANES) * inverse);
-        typedef int8_t I8x16 __attribute__((vector_size(16)));
-        int32_t quads[GROUP / 4];
-        store(quads, __builtin_convertvector(a, I8x16));
-        store(quads + LANES / 4, __builtin_convertvector(b, I8x16));
-        for (int i = 0; i < GROUP / 4; i++)
-            std::memcpy(q + (g * (GROUP / 4) + i) * height * 4, quads + i, 4);
-        const int32_t group = sum(a + b);
-        groups[g / 2 * height * 2 + g % 2] = int16_t(group);
-        total += group;
-    }
-    if (columns / GROUP % 2 != 0) groups[(to.pairs() - 1) * height * 2 + 1] = 0;
-    to.scale[row] = scale;
-    to.sum[row] = total;
-}
-
 inline float inverse_rms(const float* x, int columns, float eps) {
     F32 squares{};
     for (int k = 0; k < columns; k += LANES) {
@@ -51,6 +17,62 @@ inline float inverse_rms(const float* x, int columns, float eps) {
         squares += v * v;
     }
     return 1.0f / std::sqrt(sum(squares) / float(columns) + eps);
+}
+
+// x, or x normed; columns from k on.
+inline F32 normed(const float* x, const float* weight, F32 factor, int k) {
+    const F32 v = load<F32>(x + k);
+    return weight == nullptr ? v : v * factor * load<F32>(weight + k);
+}
+
+// Symmetric int8: x ~ scale * q with |q| <= 127. The first half of rounding: a row's scale.
+inline void scale_row(const QuantizeArgs& args, size_t row) {
+    const Quantized& to = args.to;
+    const float* x = args.x + row * args.stride;
+    const float factor = args.weight == nullptr ? 1.0f : inverse_rms(x, to.columns, args.eps);
+    // A NaN or an infinity anywhere makes the whole row NaN, so that it is noticed where tokens
+    // are chosen. (A comparison with NaN is false, so the maximum alone does not show one.)
+    F32 most{}, poison{};
+    for (int k = 0; k < to.columns; k += LANES) {
+        const F32 v = normed(x, args.weight, splat(factor), k);
+        most = vmax(most, vabs(v));
+        poison += v * splat(0.0f);
+    }
+    const float largest = max(most);
+    to.scale[row] = largest / 127.0f + sum(poison);
+    to.inverse[row] = largest > 0.0f ? 127.0f / largest : 0.0f;
+    to.factor[row] = factor;
+    to.sum[row] = 0;
+}
+
+// The second half: some columns of all rows of a tile, whose values lie next to each other. (Were
+// rows shared out among threads instead, they would write to the same cache lines.)
+inline void quantize_tile(const QuantizeArgs& args, size_t tile, int begin) {
+    const Quantized& to = args.to;
+    const size_t first = to.tiling.begin(tile), height = to.tiling.begin(tile + 1) - first;
+    const int end = begin + QUANTIZE_COLUMNS < to.columns ? begin + QUANTIZE_COLUMNS : to.columns;
+    for (size_t m = 0; m < height; m++) {
+        const float* x = args.x + (first + m) * args.stride;
+        const F32 factor = splat(to.factor[first + m]), inverse = splat(to.inverse[first + m]);
+        int8_t* q = to.values + first * to.columns + (begin / 4 * height + m) * 4;
+        int16_t* sums = to.group_sum + (first * to.pairs() + m) * 2;
+        int32_t total = 0;
+        for (int k = begin; k < end; k += GROUP) {
+            const I32 a = round_to_int(normed(x, args.weight, factor, k) * inverse);
+            const I32 b = round_to_int(normed(x, args.weight, factor, k + LANES) * inverse);
+            typedef int8_t I8x16 __attribute__((vector_size(16)));
+            int32_t quads[GROUP / 4];
+            store(quads, __builtin_convertvector(a, I8x16));
+            store(quads + LANES / 4, __builtin_convertvector(b, I8x16));
+            for (int i = 0; i < GROUP / 4; i++, q += height * 4) std::memcpy(q, quads + i, 4);
+            const int32_t group = sum(a + b);
+            const int g = k / GROUP;
+            sums[g / 2 * height * 2 + g % 2] = int16_t(group);
+            total += group;
+        }
+        if (end == to.columns && end / GROUP % 2 != 0) sums[(to.pairs() - 1) * height * 2 + 1] = 0;
+        __atomic_fetch_add(&to.sum[first + m], total, __ATOMIC_RELAXED);
+    }
 }
 
 // to = x / rms(x) * weight, or to += that; they may be the same row.

@@ -12,7 +12,8 @@ struct Kernels {
     const char* name;
     int tile_rows;
     void (*matmul_panel)(const MatmulArgs&, int panel);
-    void (*quantize_row)(const float* x, int columns, const Quantized& to, size_t row);
+    void (*scale_row)(const QuantizeArgs&, size_t row);
+    void (*quantize_tile)(const QuantizeArgs&, size_t tile, int begin);
     void (*norm_row)(const float* x, const float* weight, float eps, int columns, float* to, bool add);
     void (*split_row)(const SplitArgs&, size_t token);
     void (*attend_unit)(const AttendArgs&, const AttendUnit&, void* scratch);

@@ -17,8 +17,11 @@ static void attend(const AttendArgs& args, const AttendUnit& unit, void* scratch
 
 extern const Kernels TOKENPATH_TABLE(ISA);
 const Kernels TOKENPATH_TABLE(ISA) = {
-    TOKENPATH_STRING(ISA), ISA::TILE_ROWS, ISA::matmul_panel,          ISA::quantize_row, ISA::norm_row,
-    ISA::split_row,        attend,         sizeof(ISA::AttendScratch), ISA::UNIT_ROWS,
+    TOKENPATH_STRING(ISA), ISA::TILE_ROWS,
+    ISA::matmul_panel,     ISA::scale_row,
+    ISA::quantize_tile,    ISA::norm_row,
+    ISA::split_row,        attend,
+    sizeof(ISA::AttendScratch), ISA::UNIT_ROWS,
 };
 
 }  // namespace tokenpath

@@ -46,10 +46,22 @@ struct Quantized {
     int8_t* values;
     float* scale;         // [rows]
     int32_t* sum;         // [rows], of the values
+    float* factor;        // [rows], of the norm that comes before rounding; 1 without one
+    float* inverse;       // [rows], of the scale
     int16_t* group_sum;   // sums over GROUP values; an odd group has a zero beside it
 
     size_t pairs() const { return size_t(columns / GROUP + 1) / 2; }
 };
+
+// Rows to be rounded: x, or x / rms(x) * weight.
+struct QuantizeArgs {
+    const float* x;
+    size_t stride;
+    const float* weight;  // null: no norm
+    float eps;
+    Quantized to;
+};
+constexpr int QUANTIZE_COLUMNS = 512;  // of a tile, that one thread rounds at a time
 
 struct MatmulArgs {
     const Weights* weights;

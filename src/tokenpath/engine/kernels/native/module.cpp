@@ -124,7 +124,7 @@ NB_MODULE(_native, m) {
            nb::arg("add"), nb::arg("sampled"))
         .def("norm_quantize", [](Program& self, int from, int to, int columns, uintptr_t weight,
                                  float eps, bool sampled) {
-            self.append(norm(Kind::norm_quantize, from, to, columns, weight, eps, false, sampled));
+            self.append(norm(Kind::quantize, from, to, columns, weight, eps, false, sampled));
         }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("weight"), nb::arg("eps"),
            nb::arg("sampled"))
         .def("quantize", [](Program& self, int from, int to, int columns) {

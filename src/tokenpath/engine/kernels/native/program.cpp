@@ -6,7 +6,8 @@
 namespace tokenpath {
 
 Quantized Program::Buffer::view(Tiling tiling) {
-    return {tiling, columns, values.data(), scale.data(), sum.data(), group_sum.data()};
+    return {tiling,        columns,        values.data(),    scale.data(), sum.data(),
+            factor.data(), inverse.data(), group_sum.data()};
 }
 
 void Program::Buffer::reserve(size_t rows) {
@@ -19,6 +20,8 @@ void Program::Buffer::reserve(size_t rows) {
     values.resize(size);
     scale.resize(rows);
     sum.resize(rows);
+    factor.resize(rows);
+    inverse.resize(rows);
     group_sum.resize(rows * (size_t(columns / GROUP + 1) / 2 * 2));
 }
 
@@ -63,16 +66,17 @@ void Program::plan_attention(const StepInput& step) {
     }
 }
 
-// Calls work(i) for every i < count, shared by the threads: each has a range of its own, in which it
+// Calls work(i) for every i < count, shared by the threads (phase is the operation's index, or that
+// and the number of operations more for its second half): each has a range of its own, in which it
 // goes from one to the next, and helps the others when that is done. A panel's successor is so
 // nearly always known when its own product begins, and can be asked for.
 template <class Work>
-void Program::share(size_t operation, int thread, size_t count, const Work& work) {
+void Program::share(size_t phase, int thread, size_t count, const Work& work) {
     const int threads = team_->size();
     for (int turn = 0; turn < threads; turn++) {
         const int owner = (thread + turn) % threads;
         const size_t begin = count * owner / threads, end = count * (owner + 1) / threads;
-        auto& next = next_[operation * threads + owner];
+        std::atomic<size_t>& next = next_[phase * threads + owner].value;
         while (begin + next.load(std::memory_order_relaxed) < end) {
             const size_t i = begin + next.fetch_add(1, std::memory_order_relaxed);
             if (i < end) work(i);
@@ -94,19 +98,15 @@ void Program::run(const StepInput& step) {
         if (op.kind == Kind::split)
             query_columns = std::max(query_columns, size_t(op.shape.heads) * op.shape.head_dim);
     if (queries_.size() < step.tokens * query_columns) queries_.resize(step.tokens * query_columns);
-    if (scratch_.empty()) {
-        size_t columns = 0;
-        for (const auto& op : operations_) columns = std::max(columns, size_t(op.columns));
-        const size_t bytes = std::max(kernels_->attend_scratch_bytes, columns * sizeof(float));
-        for (int i = 0; i < team_->size(); i++) scratch_.emplace_back(bytes + 64);
-    }
+    if (scratch_.empty())
+        for (int i = 0; i < team_->size(); i++) scratch_.emplace_back(kernels_->attend_scratch_bytes + 64);
     plan_attention(step);
-    const size_t counters = (operations_.size() + 1) * team_->size();
-    if (!next_) next_.reset(new std::atomic<size_t>[counters]);
-    for (size_t i = 0; i < counters; i++) next_[i].store(0, std::memory_order_relaxed);
+    const size_t counters = 2 * (operations_.size() + 1) * team_->size();
+    if (!next_) next_.reset(new Counter[counters]);
+    for (size_t i = 0; i < counters; i++) next_[i].value.store(0, std::memory_order_relaxed);
 
     team_->run([&](int thread) {
-        share(operations_.size(), thread, step.tokens, [&](size_t t) {
+        share(2 * operations_.size(), thread, step.tokens, [&](size_t t) {
             for (auto& rotary : rotaries_) {
                 const size_t planes = rotary.inverse_frequencies.size();
                 for (size_t i = 0; i < planes; i++) {
@@ -129,8 +129,6 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
     const size_t rows = op.sampled ? step.sampled : step.tokens;
     const Tiling tiling{rows, size_t(kernels_->tile_rows)};
     const auto shares = [&](size_t count, const auto& work) { share(index, thread, count, work); };
-    unsigned char* raw = scratch_[thread].data();
-    void* scratch = raw + (64 - reinterpret_cast<uintptr_t>(raw) % 64) % 64;
     const auto floats = [&](int buffer, size_t row) {
         return buffers_[buffer].floats.data() + row * buffers_[buffer].columns;
     };
@@ -153,16 +151,14 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
                                    floats(op.to, t), op.add);
             });
             break;
-        case Kind::quantize:
-            shares(rows, [&](size_t t) {
-                kernels_->quantize_row(floats(op.from, t), op.columns, buffers_[op.to].view(tiling), t);
-            });
-            break;
-        case Kind::norm_quantize: {
-            float* normed = static_cast<float*>(scratch);
-            shares(rows, [&](size_t t) {
-                kernels_->norm_row(floats(op.from, t), op.weight, op.eps, op.columns, normed, false);
-                kernels_->quantize_row(normed, op.columns, buffers_[op.to].view(tiling), t);
+        case Kind::quantize: {
+            const QuantizeArgs args{floats(op.from, 0), size_t(buffers_[op.from].columns), op.weight,
+                                    op.eps, buffers_[op.to].view(tiling)};
+            shares(rows, [&](size_t t) { kernels_->scale_row(args, t); });
+            team_->barrier();
+            const size_t parts = size_t(op.columns + QUANTIZE_COLUMNS - 1) / QUANTIZE_COLUMNS;
+            share(operations_.size() + index, thread, tiling.count() * parts, [&](size_t i) {
+                kernels_->quantize_tile(args, i / parts, int(i % parts) * QUANTIZE_COLUMNS);
             });
             break;
         }
@@ -188,6 +184,8 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
         }
         case Kind::attend: {
             AttendArgs args{&op.shape, op.pool, step.batch, queries_.data(), floats(op.to, 0)};
+            unsigned char* raw = scratch_[thread].data();
+            void* scratch = raw + (64 - reinterpret_cast<uintptr_t>(raw) % 64) % 64;
             const std::vector<AttendUnit>& units = plans_[op.plan].units;
             shares(units.size(), [&](size_t i) { kernels_->attend_unit(args, units[i], scratch); });
             break;

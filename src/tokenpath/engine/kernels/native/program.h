@@ -27,7 +27,7 @@ struct StepInput {
     size_t vocab;
 };
 
-enum class Kind { embed, norm, quantize, norm_quantize, matmul, split, attend, gather };
+enum class Kind { embed, norm, quantize, matmul, split, attend, gather };
 
 struct Operation {
     Kind kind;
@@ -73,6 +73,7 @@ class Program {
         std::vector<int8_t> values;
         std::vector<float> scale;
         std::vector<int32_t> sum;
+        std::vector<float> factor, inverse;
         std::vector<int16_t> group_sum;
 
         Quantized view(Tiling tiling);
@@ -97,7 +98,11 @@ class Program {
     };
     std::vector<Plan> plans_;
     std::vector<std::vector<unsigned char>> scratch_;  // of each thread
-    std::unique_ptr<std::atomic<size_t>[]> next_;  // see share()
+    // A line of its own for each, which its thread writes while others do not read.
+    struct alignas(64) Counter {
+        std::atomic<size_t> value;
+    };
+    std::unique_ptr<Counter[]> next_;  // see share()
 };
 
 }  // namespace tokenpath

@@ -84,10 +84,16 @@ inline float max(F32 x) {
     for (int i = 1; i < LANES; i++) best = lane[i] > best ? lane[i] : best;
     return best;
 }
+#if defined(__clang__)
+#define TOKENPATH_SHUFFLE(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#else
+#define TOKENPATH_SHUFFLE(x, ...) __builtin_shuffle(x, I32{__VA_ARGS__})
+#endif
 inline int32_t sum(I32 x) {
-    int32_t total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
+    x += TOKENPATH_SHUFFLE(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    x += TOKENPATH_SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    x += TOKENPATH_SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return x[0] + x[1];
 }
 
 // Nearest integer, ties to even: adding and taking away 1.5 * 2^23 leaves no room for a fraction.
