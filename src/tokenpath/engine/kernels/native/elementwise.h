@@ -25,24 +25,33 @@ inline F32 normed(const float* x, const float* weight, F32 factor, int k) {
     return weight == nullptr ? v : v * factor * load<F32>(weight + k);
 }
 
-// Symmetric int8: x ~ scale * q with |q| <= 127. The first half of rounding: a row's scale.
+// The largest magnitude among values, with NaN if any of them is NaN or infinite, so that it is
+// noticed where tokens are chosen. (A comparison with NaN is false, so a maximum does not show one.)
+struct Largest {
+    F32 most{}, poison{};
+
+    void see(F32 v) {
+        most = vmax(most, vabs(v));
+        poison += v * splat(0.0f);
+    }
+    float scale() const { return max(most) / 127.0f + sum(poison); }
+    float inverse() const {
+        const float largest = max(most);
+        return largest > 0.0f ? 127.0f / largest : 0.0f;
+    }
+};
+
+// Symmetric int8: x ~ scale * q with |q| <= 127. The first half of rounding: what takes all of a row.
 inline void scale_row(const QuantizeArgs& args, size_t row) {
     const Quantized& to = args.to;
     const float* x = args.x + row * args.stride;
     const float factor = args.weight == nullptr ? 1.0f : inverse_rms(x, to.columns, args.eps);
-    // A NaN or an infinity anywhere makes the whole row NaN, so that it is noticed where tokens
-    // are chosen. (A comparison with NaN is false, so the maximum alone does not show one.)
-    F32 most{}, poison{};
-    for (int k = 0; k < to.columns; k += LANES) {
-        const F32 v = normed(x, args.weight, splat(factor), k);
-        most = vmax(most, vabs(v));
-        poison += v * splat(0.0f);
-    }
-    const float largest = max(most);
-    to.scale[row] = largest / 127.0f + sum(poison);
-    to.inverse[row] = largest > 0.0f ? 127.0f / largest : 0.0f;
     to.factor[row] = factor;
-    to.sum[row] = 0;
+    if (args.by_group) return;
+    Largest largest;
+    for (int k = 0; k < to.columns; k += LANES) largest.see(normed(x, args.weight, splat(factor), k));
+    to.scale[row] = largest.scale();
+    to.inverse[row] = largest.inverse();
 }
 
 // The second half: some columns of all rows of a tile, whose values lie next to each other. (Were
@@ -53,25 +62,37 @@ inline void quantize_tile(const QuantizeArgs& args, size_t tile, int begin) {
     const int end = begin + QUANTIZE_COLUMNS < to.columns ? begin + QUANTIZE_COLUMNS : to.columns;
     for (size_t m = 0; m < height; m++) {
         const float* x = args.x + (first + m) * args.stride;
-        const F32 factor = splat(to.factor[first + m]), inverse = splat(to.inverse[first + m]);
+        const F32 factor = splat(to.factor[first + m]);
         int8_t* q = to.values + first * to.columns + (begin / 4 * height + m) * 4;
-        int16_t* sums = to.group_sum + (first * to.pairs() + m) * 2;
-        int32_t total = 0;
         for (int k = begin; k < end; k += GROUP) {
-            const I32 a = round_to_int(normed(x, args.weight, factor, k) * inverse);
-            const I32 b = round_to_int(normed(x, args.weight, factor, k + LANES) * inverse);
+            const F32 low = normed(x, args.weight, factor, k);
+            const F32 high = normed(x, args.weight, factor, k + LANES);
+            const size_t g = size_t(k / GROUP);
+            F32 inverse;
+            if (args.by_group) {
+                Largest largest;
+                largest.see(low);
+                largest.see(high);
+                to.group_scale[first * to.groups() + g * height + m] = largest.scale();
+                inverse = splat(largest.inverse());
+            } else {
+                inverse = splat(to.inverse[first + m]);
+            }
+            const I32 a = round_to_int(low * inverse), b = round_to_int(high * inverse);
             typedef int8_t I8x16 __attribute__((vector_size(16)));
             int32_t quads[GROUP / 4];
             store(quads, __builtin_convertvector(a, I8x16));
             store(quads + LANES / 4, __builtin_convertvector(b, I8x16));
             for (int i = 0; i < GROUP / 4; i++, q += height * 4) std::memcpy(q, quads + i, 4);
             const int32_t group = sum(a + b);
-            const int g = k / GROUP;
-            sums[g / 2 * height * 2 + g % 2] = int16_t(group);
-            total += group;
+            int16_t* sums = to.group_sum + (first * to.pairs() + g / 2 * height + m) * 2;
+            if (args.by_group) {
+                to.group_shift[first * to.groups() + g * height + m] = -128 * group;
+            } else {
+                sums[g % 2] = int16_t(group);
+                if (g + 1 == to.groups() && g % 2 == 0) sums[1] = 0;
+            }
         }
-        if (end == to.columns && end / GROUP % 2 != 0) sums[(to.pairs() - 1) * height * 2 + 1] = 0;
-        __atomic_fetch_add(&to.sum[first + m], total, __ATOMIC_RELAXED);
     }
 }
 

@@ -37,20 +37,28 @@ struct Tiling {
 };
 
 // Activations as a product eats them, tile after tile. A tile of h rows that begins with row r is
-//   values    [K / 4][h][4] from values + r * K on,
-//   group_sum [pairs of groups][h][2] from group_sum + r * 2 * (pairs of groups) on:
+//   values       [K / 4][h][4] from values + r * K on,
+//   group_scale, group_shift   [K / GROUP][h] from + r * (K / GROUP) on,
+//   group_sum    [pairs of groups][h][2] from + r * 2 * (pairs of groups) on:
 // what one instruction multiplies lies together, and a tile is a single stream of memory.
+//
+// For an int8 product every GROUP of values has a scale of its own, so that an outlier spoils only
+// its neighbours. For int4, whose weights have scales and minima by group, a row has one.
 struct Quantized {
     Tiling tiling;
-    int columns;          // K
+    int columns;  // K
     int8_t* values;
-    float* scale;         // [rows]
-    int32_t* sum;         // [rows], of the values
-    float* factor;        // [rows], of the norm that comes before rounding; 1 without one
-    float* inverse;       // [rows], of the scale
-    int16_t* group_sum;   // sums over GROUP values; an odd group has a zero beside it
+    float* factor;         // [rows], of the norm that comes before rounding; 1 without one
+    // For int8:
+    float* group_scale;
+    int32_t* group_shift;  // -128 * the group's sum: what storing weights as w + 128 has added
+    // For int4:
+    float* scale;          // [rows]
+    float* inverse;        // [rows], of the scale
+    int16_t* group_sum;    // an odd group has a zero beside it
 
-    size_t pairs() const { return size_t(columns / GROUP + 1) / 2; }
+    size_t groups() const { return size_t(columns / GROUP); }
+    size_t pairs() const { return (groups() + 1) / 2; }
 };
 
 // Rows to be rounded: x, or x / rms(x) * weight.
@@ -59,6 +67,7 @@ struct QuantizeArgs {
     size_t stride;
     const float* weight;  // null: no norm
     float eps;
+    bool by_group;  // for an int8 product
     Quantized to;
 };
 constexpr int QUANTIZE_COLUMNS = 512;  // of a tile, that one thread rounds at a time

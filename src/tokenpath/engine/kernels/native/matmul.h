@@ -6,7 +6,8 @@
 // instruction wants one factor so): w + 128 in int8, and the bare 4-bit code in int4. What that adds
 // to the product is a multiple of the activations' sum, which the quantizer leaves beside them.
 //
-// int8: y[t, n] = a_scale[t] * w_scale[n] * (acc - 128 * a_sum[t]); acc is exact in int32.
+// int8: y[t, n] = w_scale[n] * sum over groups g of 32 of a_scale[t, g] * (acc[g] - 128 * a_sum[t, g]),
+//       added in order of g; acc is exact in int32.
 // int4: K falls into groups of 32 with a scale and a minimum, 8-bit integers in units that 8 groups
 //       share: a block. y[t, n] = a_scale[t] * sum over blocks of
 //       (unit[n] * sum over g of scale[g, n] * acc[g] - low_unit[n] * sum of minimum[g, n] * a_sum[t, g])
@@ -79,34 +80,43 @@ template <int M>
 void tile_int8(const MatmulArgs& args, int panel, size_t tile, Ahead ahead) {
     const Weights& w = *args.weights;
     const size_t row = args.activations.tiling.begin(tile);
-    const int quads = w.columns / 4;
+    const int groups = w.columns / GROUP;
     const uint8_t* from = w.data + size_t(panel) * w.panel_bytes;
     const int8_t* a = args.activations.values + row * w.columns;
-    I32 acc[M][2];
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = I32{};
+    const float* scale = args.activations.group_scale + row * groups;
+    const int32_t* shift = args.activations.group_shift + row * groups;
     const int step = ahead.parts == 0 ? 0 : 4 * PANEL / ahead.parts;
     const bool both = ahead.parts == 1;
-    for (int k = 0; k < quads; k++, from += 4 * PANEL, a += 4 * M, ahead.from += step) {
-        const U8x64 w0 = load<U8x64>(from), w1 = load<U8x64>(from + 64);
-        __builtin_prefetch(ahead.from, 0, 2);
-        if (both) __builtin_prefetch(ahead.from + LINE, 0, 2);
+    F32 total[M][2];  // in memory: the registers are for the sums within a group
+    for (int m = 0; m < M; m++) total[m][0] = total[m][1] = F32{};
+    for (int g = 0; g < groups; g++, scale += M, shift += M) {
+        I32 acc[M][2];
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = splat(shift[m]);
+#pragma GCC unroll 2
+        for (int quad = 0; quad < GROUP / 4; quad++, from += 4 * PANEL, a += 4 * M, ahead.from += step) {
+            const U8x64 w0 = load<U8x64>(from), w1 = load<U8x64>(from + 64);
+            __builtin_prefetch(ahead.from, 0, 2);
+            if (both) __builtin_prefetch(ahead.from + LINE, 0, 2);
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                int32_t four;
+                std::memcpy(&four, a + m * 4, 4);
+                acc[m][0] = dot_u8s8(acc[m][0], w0, four);
+                acc[m][1] = dot_u8s8(acc[m][1], w1, four);
+            }
+        }
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
-            int32_t quad;
-            std::memcpy(&quad, a + m * 4, 4);
-            acc[m][0] = dot_u8s8(acc[m][0], w0, quad);
-            acc[m][1] = dot_u8s8(acc[m][1], w1, quad);
+            const F32 s = splat(scale[m]);
+            total[m][0] = fused(s, to_float(acc[m][0]), total[m][0]);
+            total[m][1] = fused(s, to_float(acc[m][1]), total[m][1]);
         }
     }
     const F32 s0 = load<F32>(w.scale + panel * PANEL), s1 = load<F32>(w.scale + panel * PANEL + LANES);
 #pragma GCC unroll 12
-    for (int m = 0; m < M; m++) {
-        const I32 shift = splat(128 * args.activations.sum[row + m]);
-        const F32 scale = splat(args.activations.scale[row + m]);
-        finish_tile(args, panel, row + m, to_float(acc[m][0] - shift) * (scale * s0),
-                    to_float(acc[m][1] - shift) * (scale * s1));
-    }
+    for (int m = 0; m < M; m++)
+        finish_tile(args, panel, row + m, total[m][0] * s0, total[m][1] * s1);
 }
 
 // The part of a block that the minima make: total = -low_unit * sum of minimum * a_sum.

@@ -122,14 +122,13 @@ NB_MODULE(_native, m) {
             self.append(norm(Kind::norm, from, to, columns, weight, eps, add, sampled));
         }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("weight"), nb::arg("eps"),
            nb::arg("add"), nb::arg("sampled"))
-        .def("norm_quantize", [](Program& self, int from, int to, int columns, uintptr_t weight,
-                                 float eps, bool sampled) {
-            self.append(norm(Kind::quantize, from, to, columns, weight, eps, false, sampled));
-        }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("weight"), nb::arg("eps"),
-           nb::arg("sampled"))
-        .def("quantize", [](Program& self, int from, int to, int columns) {
-            self.append(rows(Kind::quantize, from, to, columns, false));
-        }, nb::arg("source"), nb::arg("to"), nb::arg("columns"))
+        .def("quantize", [](Program& self, int from, int to, int columns, bool by_group,
+                            uintptr_t weight, float eps, bool sampled) {
+            Operation op = norm(Kind::quantize, from, to, columns, weight, eps, false, sampled);
+            op.by_group = by_group;
+            self.append(op);
+        }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("by_group"),
+           nb::arg("weight") = 0, nb::arg("eps") = 0.0f, nb::arg("sampled") = false)
         .def("matmul", [](Program& self, int from, int to, const Weights& matrix, bool add,
                           const std::string& activation, bool sampled) {
             Operation op = rows(Kind::matmul, from, to, matrix.columns, sampled);

@@ -6,8 +6,15 @@
 namespace tokenpath {
 
 Quantized Program::Buffer::view(Tiling tiling) {
-    return {tiling,        columns,        values.data(),    scale.data(), sum.data(),
-            factor.data(), inverse.data(), group_sum.data()};
+    return {tiling,
+            columns,
+            values.data(),
+            factor.data(),
+            group_scale.data(),
+            group_shift.data(),
+            scale.data(),
+            inverse.data(),
+            group_sum.data()};
 }
 
 void Program::Buffer::reserve(size_t rows) {
@@ -19,9 +26,10 @@ void Program::Buffer::reserve(size_t rows) {
     if (scale.size() >= rows) return;
     values.resize(size);
     scale.resize(rows);
-    sum.resize(rows);
     factor.resize(rows);
     inverse.resize(rows);
+    group_scale.resize(size / GROUP);
+    group_shift.resize(size / GROUP);
     group_sum.resize(rows * (size_t(columns / GROUP + 1) / 2 * 2));
 }
 
@@ -153,7 +161,7 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
             break;
         case Kind::quantize: {
             const QuantizeArgs args{floats(op.from, 0), size_t(buffers_[op.from].columns), op.weight,
-                                    op.eps, buffers_[op.to].view(tiling)};
+                                    op.eps, op.by_group, buffers_[op.to].view(tiling)};
             shares(rows, [&](size_t t) { kernels_->scale_row(args, t); });
             team_->barrier();
             const size_t parts = size_t(op.columns + QUANTIZE_COLUMNS - 1) / QUANTIZE_COLUMNS;

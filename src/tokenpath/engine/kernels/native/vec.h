@@ -77,13 +77,6 @@ inline float sum(F32 x) {
         for (int i = 0; i < width; i++) lane[i] += lane[i + width];
     return lane[0];
 }
-inline float max(F32 x) {
-    float lane[LANES];
-    store(lane, x);
-    float best = lane[0];
-    for (int i = 1; i < LANES; i++) best = lane[i] > best ? lane[i] : best;
-    return best;
-}
 #if defined(__clang__)
 #define TOKENPATH_SHUFFLE(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
 #else
@@ -94,6 +87,12 @@ inline int32_t sum(I32 x) {
     x += TOKENPATH_SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
     x += TOKENPATH_SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
     return x[0] + x[1];
+}
+inline float max(F32 x) {
+    x = vmax(x, (F32)TOKENPATH_SHUFFLE((I32)x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = vmax(x, (F32)TOKENPATH_SHUFFLE((I32)x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    x = vmax(x, (F32)TOKENPATH_SHUFFLE((I32)x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    return x[0] > x[1] ? x[0] : x[1];
 }
 
 // Nearest integer, ties to even: adding and taking away 1.5 * 2^23 leaves no room for a fraction.
