@@ -38,9 +38,7 @@ def bench() -> None:
 
 
 app.command("engine")(bench_engine.engine)
-
-
-app.command("engine")(bench_engine.engine)
+app.command("perplexity")(bench_engine.perplexity)
 
 
 @app.command("load")

