@@ -46,7 +46,7 @@ class ScoringRunner:
         follow = self.target[chunk.start + 1 : chunk.start + chunk.length + 1]
         with torch.inference_mode():
             chosen = logits.gather(1, torch.tensor(follow)[:, None].to(logits.device)).squeeze(1)
-            self.scores += (chosen.double() - logits.double().logsumexp(-1)).tolist()
+            self.scores += (chosen - logits.logsumexp(-1)).tolist()
         return logits[-1:] if chunk.samples else logits[:0]
 
 
