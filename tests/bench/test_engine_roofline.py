@@ -25,3 +25,22 @@ def test_limits_name_the_best_method(dtype, monkeypatch):
     torch.set_num_threads(1)
     for limit in (roofline.read_limit(1 << 20), roofline.product_limit(dtype, 1 << 20)):
         assert limit.per_s == limit.methods[limit.method] == max(limit.methods.values()) > 0
+
+
+def limits(read, product):
+    return roofline.Roofline(
+        read_bytes_per_s=read,
+        read_method="r",
+        read_methods={"r": read},
+        product_ops_per_s=product,
+        product_method="p",
+        product_methods={"p": product},
+        product_dtype="int8",
+        cache_bytes=1,
+        operand_bytes=4,
+    )
+
+
+def test_the_best_of_several_measurements_is_taken_limit_by_limit():
+    assert roofline.best([]) is None
+    assert roofline.best([limits(3.0, 1.0), limits(2.0, 5.0)]) == limits(3.0, 5.0)

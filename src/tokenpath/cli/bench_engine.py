@@ -72,7 +72,7 @@ def engine(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the random prompts.")] = 0,
     roofline: Annotated[
-        bool, typer.Option(help="Also measure what the machine itself can do (10 seconds).")
+        bool, typer.Option(help="Also measure what the machine itself can do (5 seconds a round).")
     ] = True,
     json: JSON = None,
 ) -> None:

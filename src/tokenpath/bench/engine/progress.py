@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.status import Status
+from rich.live import Live
 from rich.text import Text
 
 from tokenpath.models.progress import Progress as PullProgress
@@ -24,7 +24,7 @@ class Reporter:
         """For a model that must be downloaded first."""
         self._model = model
         self._console = Console(stderr=True) if console is None else console
-        self._status: Status | None = None
+        self._live: Live | None = None
         self._told: tuple[str, int] | None = None
 
     def loading(self, what: str, fraction: float) -> None:
@@ -51,15 +51,15 @@ class Reporter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._status is not None:
-            self._status.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def _show(self, text: str) -> None:
         if not self._console.is_terminal:
             self._console.print(Text(text), soft_wrap=True)
-        elif self._status is None:
+            return
+        if self._live is None:
             # Redrawn by this call alone: a thread of its own would take time from what is measured.
-            self._status = self._console.status(Text(text), refresh_per_second=0.5)
-            self._status.start()
-        else:
-            self._status.update(Text(text))
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(Text(text), refresh=True)

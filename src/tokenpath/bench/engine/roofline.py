@@ -8,7 +8,7 @@ in its best moment; an engine is held against it with its median.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +26,11 @@ ROWS = 512
 _WIDTH = 4096
 _OUTPUTS = 4096
 """A product's weight is 4096 by 4096."""
-_CACHES = 8
+_CACHES = 4
 """Operands are so many times the size of the last-level cache."""
-_LEAST_BYTES = 128 << 20
+_LEAST_BYTES = 256 << 20
 _UNKNOWN_CACHE_BYTES = 32 << 20
-_METHOD_S = 0.7
+_METHOD_S = 0.5
 _LEAST_RUNS = 3
 _CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -63,7 +63,7 @@ class Roofline(msgspec.Struct, frozen=True):
 
 
 def measure(product: Product) -> Roofline:
-    """Measure both limits on torch's current number of threads; takes about ten seconds."""
+    """Measure both limits on torch's current number of threads; takes some seconds."""
     cache = last_level_cache_bytes()
     size = max(_LEAST_BYTES, _CACHES * cache)
     read = read_limit(size)
@@ -78,6 +78,20 @@ def measure(product: Product) -> Roofline:
         product_dtype=product,
         cache_bytes=cache,
         operand_bytes=size,
+    )
+
+
+def best(found: Sequence[Roofline]) -> Roofline | None:
+    """The best of each limit over several measurements; None if there is none."""
+    if not found:
+        return None
+    read = max(found, key=lambda one: one.read_bytes_per_s)
+    multiply = max(found, key=lambda one: one.product_ops_per_s)
+    return msgspec.structs.replace(
+        read,
+        product_ops_per_s=multiply.product_ops_per_s,
+        product_method=multiply.product_method,
+        product_methods=multiply.product_methods,
     )
 
 

@@ -58,22 +58,24 @@ def run(
     reporter.say("warming up")
     session.warm_up()
     spans: dict[Prefill | Decode, list[Span]] = {work: [] for work in works}
+    limits: list[roofline.Roofline] = []
+    rss_bytes = peak_rss_bytes = 0
     for number in range(1, rounds + 1):
         for work in works:
             reporter.say(f"round {number} of {rounds}: {work.name}")
             spans[work].append(session.measure(work))
+        if number == 1:
+            # Before the limits, whose operands are not the engine's memory.
+            rss_bytes, peak_rss_bytes = resident_bytes(), peak_resident_bytes()
+        if with_roofline:
+            reporter.say(f"round {number} of {rounds}: the machine's limits")
+            limits.append(roofline.measure(_product(loaded)))
     loaded.core.check_integrity()
-    # Before the rooflines, whose operands are not the engine's memory.
-    rss_bytes, peak_rss_bytes = resident_bytes(), peak_resident_bytes()
-    limits = None
-    if with_roofline:
-        reporter.say("measuring the machine's limits")
-        limits = roofline.measure(_product(loaded))
     return report.build(
         subject=loaded.subject(),
         cost=_cost(loaded),
         spans=spans,
-        roofline=limits,
+        roofline=roofline.best(limits),
         load_s=loaded.load_s,
         rss_bytes=rss_bytes,
         peak_rss_bytes=peak_rss_bytes,
