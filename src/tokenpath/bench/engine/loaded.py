@@ -116,4 +116,5 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """The most memory this process ever had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    # The kernel brings its record up to date now and then only.
+    return max(resident_bytes(), peak if sys.platform == "darwin" else peak * 1024)
