@@ -7,14 +7,11 @@ versions, machine, date, and notes where the figures deserve doubt.
 from __future__ import annotations
 
 import datetime as dt
-import importlib.metadata
-import os
-import platform
-from pathlib import Path
 
 import msgspec
 
 from tokenpath.bench.load import Run
+from tokenpath.bench.machine import Machine, machine, versions
 from tokenpath.bench.measure import Distribution, Measurements
 from tokenpath.bench.settings import Settings
 
@@ -24,15 +21,6 @@ _LAG_S = 0.05
 _BUSY = 0.9
 _CACHED_SHARE = 0.05
 _PACKAGES = ("tokenpath", "httptools", "msgspec", "numpy", "uvloop")
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """Where the generator ran; the server may be elsewhere."""
-
-    cpu_model: str
-    cpus: int
-    """Those that the process may use."""
-    system: str
 
 
 class Requests(msgspec.Struct, frozen=True):
@@ -134,8 +122,8 @@ def build(run: Run, model: str, *, now: dt.datetime) -> Report:
         date=now.isoformat(timespec="seconds"),
         model=model,
         configuration=run.settings,
-        versions=_versions(),
-        machine=_machine(),
+        versions=versions(_PACKAGES),
+        machine=machine(),
         elapsed_s=elapsed,
         requests=Requests(
             m.sent, m.completed, m.failed, m.interrupted, m.overflowed, dict(m.finish_reasons)
@@ -260,36 +248,6 @@ def _notes(report: Report) -> list[str]:
     ):
         notes.append("More values came than are kept; percentiles are of a uniform sample.")
     return notes
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _machine() -> Machine:
-    try:
-        cpus = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        cpus = os.cpu_count() or 1
-    return Machine(_cpu_model(), cpus, f"{platform.system()} {platform.release()}")
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _per(amount: float, base: float) -> float | None:

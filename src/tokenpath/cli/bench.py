@@ -1,4 +1,4 @@
-"""``tokenpath bench``: measure an endpoint from outside, as its clients meet it."""
+"""``tokenpath bench load``: measure an endpoint from outside, as its clients meet it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ from tokenpath.bench import progress, report, settings, table, trace
 from tokenpath.bench.client import Client, Endpoint
 from tokenpath.bench.measure import Measurements
 from tokenpath.bench.wire import Api, PromptKind
+from tokenpath.cli import bench_engine
 from tokenpath.protocol.errors import SpecError
 
 app = typer.Typer(
-    help="Measure an OpenAI-compatible endpoint.", no_args_is_help=True, add_completion=False
+    help="Measure an endpoint, or the engine itself.", no_args_is_help=True, add_completion=False
 )
 
-_PIPE_COLUMNS = 120
 _INTERRUPTED = 130
 
 
 @app.callback()
 def bench() -> None:
-    """Measure an OpenAI-compatible endpoint."""
+    """Measure an endpoint, or the engine itself."""
+
+
+app.command("engine")(bench_engine.engine)
+app.command("perplexity")(bench_engine.perplexity)
 
 
 @app.command("load")
@@ -175,12 +179,11 @@ def load(
         warmup=warmup,
         timeout_s=timeout_s,
     )
-    if json not in {None, "-"}:
-        _check_writable(Path(json or ""))
+    bench_engine.check_writable(json)
     rows = _trace_rows(configuration)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found, stopped = runner.run(_measure(configuration, rows, _api_key(api_key_env)))
-    _publish(found, json)
+    bench_engine.publish(table.render(found), found.json(), json)
     if stopped:
         raise typer.Exit(_INTERRUPTED)
     if not found.requests.completed:
@@ -246,22 +249,3 @@ def _api_key(variable: str | None) -> str | None:
     if not key:
         raise SpecError(f"the environment variable {variable} named by --api-key-env is not set")
     return key
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir() or not path.parent.is_dir():
-        raise SpecError(f"cannot write the report to {path}: it is a folder or in none")
-
-
-def _publish(found: report.Report, json: str | None) -> None:
-    on_terminal = Console(stderr=json == "-")
-    if not on_terminal.is_terminal:
-        on_terminal = Console(stderr=json == "-", width=_PIPE_COLUMNS)
-    on_terminal.print(table.render(found))
-    if json == "-":
-        typer.echo(found.json(), nl=False)
-    elif json is not None:
-        try:
-            Path(json).write_bytes(found.json())
-        except OSError as error:
-            raise SpecError(f"cannot write the report to {json}: {error.strerror}") from error

@@ -34,7 +34,7 @@ COMMANDS = {
     "models": _Entry("tokenpath.cli.models", "app", "List, pull, show and remove models."),
     "keys": _Entry("tokenpath.cli.keys", "app", "Create, list and revoke API keys."),
     "spec": _Entry("tokenpath.cli.spec", "app", "Check a spec, and show what may stand in it."),
-    "bench": _Entry("tokenpath.cli.bench", "app", "Measure an OpenAI-compatible endpoint."),
+    "bench": _Entry("tokenpath.cli.bench", "app", "Measure an endpoint, or the engine itself."),
 }
 
 

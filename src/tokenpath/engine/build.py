@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from tokenpath.config.spec import EngineSettings
-from tokenpath.engine.core import EngineCore
+from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import usable_cpus
 from tokenpath.engine.kv_cache import kv_blocks_for
 from tokenpath.engine.precision import choose_dtype, weight_bits
@@ -24,6 +24,8 @@ from tokenpath.protocol.replica import ModelCard
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of it that is."""
+Around = Callable[[ModelRunner], Runner]
+"""Puts something between the core and its runner: a stopwatch, or a reader of all logits."""
 
 
 def build_engine(
@@ -33,6 +35,7 @@ def build_engine(
     name: str,
     progress: Progress | None = None,
     available_bytes: Callable[[], int] = memory.available_bytes,
+    around: Around | None = None,
 ) -> EngineCore:
     """Load a model and put an engine around it; takes seconds.
 
@@ -103,7 +106,7 @@ def build_engine(
     )
     process = psutil.Process()
     return EngineCore(
-        runner,
+        runner if around is None else around(runner),
         scheduler,
         text=_ModelText(tokenizer),
         card=card,

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from tokenpath.engine.batch import build_batch
+from tokenpath.engine.batch import StepBatch, build_batch
 from tokenpath.engine.families.registry import find_family
 from tokenpath.engine.kernels.native_module import chosen_kernels, native_module
 from tokenpath.engine.kernels.native_program import NativeProgram, obstacle
@@ -79,7 +79,11 @@ class ModelRunner:
         self.parameters = weights.parameters
         self.kv_bytes_per_token = self.config.kv_bytes_per_token(dtype.itemsize)
 
-    @torch.inference_mode()
+    @property
+    def kernels(self) -> str:
+        """What computes: the native kernels' instruction set, or ``torch``."""
+        return "torch" if self._native is None else self._native.kernels
+
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Compute a plan of at least one chunk.
 
@@ -87,7 +91,11 @@ class ModelRunner:
         values of all the plan's tokens are in the pool afterwards; running the plan again gives
         the same result.
         """
-        batch = build_batch(plan, self.block_tokens)
+        return self.forward(build_batch(plan, self.block_tokens))
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Compute a batch: float32 [sampled rows, vocab], in the order of ``sampled_rows``."""
         if self._native is not None:
             return self._native.run(batch)
         assert self._decoder is not None

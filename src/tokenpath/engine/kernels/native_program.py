@@ -62,6 +62,8 @@ class NativeProgram:
         threads: int,
     ) -> None:
         """Pack the decoder's weights and write the program; the decoder is not needed after."""
+        self.kernels = kernels
+        """Name of the instruction set."""
         self._native = native
         self._team = native.Team(threads)
         self._program = native.Program(self._team, kernels)
