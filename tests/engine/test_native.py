@@ -136,12 +136,16 @@ def test_a_row_with_nan_is_nan():
 def test_int4_is_within_half_a_step(columns, size):
     """The step is a 15th of a group's range, or of its distance from zero, and up to a 255th of
     the block's largest more."""
-    weight = torch.randn(70, columns) * size * torch.logspace(-1, 0, columns // 32).repeat_interleave(32)
+    weight = (
+        torch.randn(70, columns) * size * torch.logspace(-1, 0, columns // 32).repeat_interleave(32)
+    )
     rounded = to_int4(weight)
     groups = weight.view(70, -1, 32)
     reach = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
     error = (rounded.dequantize() - weight).abs().view_as(groups).amax(-1)
-    assert (error <= 0.5 * (reach / 15 + weight.abs().amax() / 255 / 15 + weight.abs().amax() * 0.01)).all()
+    assert (
+        error <= 0.5 * (reach / 15 + weight.abs().amax() / 255 / 15 + weight.abs().amax() * 0.01)
+    ).all()
 
 
 @needs_native

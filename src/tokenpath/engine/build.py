@@ -11,6 +11,7 @@ from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import usable_cpus
 from tokenpath.engine.kv_cache import kv_blocks_for
+from tokenpath.engine.packed_cache import PackedCache
 from tokenpath.engine.precision import choose_dtype, weight_bits
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models import memory
@@ -80,6 +81,7 @@ def build_engine(
         num_blocks=num_blocks,
         block_tokens=settings.block_tokens,
         bits=bits,
+        packed_cache=None if bits is None else PackedCache.usual(),
         progress=progress,
     )
     scheduler = Scheduler(

@@ -21,6 +21,7 @@ from tokenpath.engine.kernels.base import (
     KernelBackend,
     Linear,
     LinearInput,
+    Table,
 )
 from tokenpath.engine.kv_cache import KvCache
 from tokenpath.engine.loading import WeightLoader
@@ -152,9 +153,9 @@ class GatedMLP:
         width = config.intermediate_size
         return cls(
             backend=weights.backend,
-            gate_up=weights.linear(
-                [f"{prefix}.gate_proj", f"{prefix}.up_proj"],
-                [width, width],
+            gate_up=weights.gate_up(
+                (f"{prefix}.gate_proj", f"{prefix}.up_proj"),
+                width,
                 config.hidden_size,
                 bias=config.mlp_bias,
             ),
@@ -229,13 +230,11 @@ class Decoder:
     """A whole model: embedding, blocks, last norm and head."""
 
     backend: KernelBackend
-    embedding: torch.Tensor
+    embedding: Table
     embedding_scale: float | None
     blocks: Seq[Block]
     norm: RMSNorm
     head: Linear
-    tied: bool
-    """The head is the embedding."""
     logit_softcap: float | None
 
     @property
@@ -282,7 +281,6 @@ class Decoder:
             blocks=blocks,
             norm=RMSNorm.load(weights, "model.norm", config, offset=norm_offset),
             head=head,
-            tied=config.tie_embeddings,
             logit_softcap=config.logit_softcap,
         )
 

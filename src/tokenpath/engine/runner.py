@@ -17,10 +17,13 @@ from tokenpath.engine.kernels.quantize import Bits
 from tokenpath.engine.kernels.torch_backend import TorchBackend
 from tokenpath.engine.kv_cache import allocate_kv_cache
 from tokenpath.engine.layers import Decoder, Step
-from tokenpath.engine.loading import Progress, WeightLoader
+from tokenpath.engine.loading import CheckpointLoader, Progress
+from tokenpath.engine.native_loading import load_native
+from tokenpath.engine.packed_cache import PackedCache
 from tokenpath.engine.rotary import rotaries
 from tokenpath.models.architecture import ModelConfig
 from tokenpath.models.local import LocalModel
+from tokenpath.models.memory import parameters
 from tokenpath.policy.sequence import StepPlan
 
 log = logging.getLogger(__name__)
@@ -38,12 +41,14 @@ class ModelRunner:
         num_blocks: int,
         block_tokens: int,
         bits: Bits | None = None,
+        packed_cache: PackedCache | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Load the weights and allocate the pool.
 
         With ``bits`` weights are quantized, and computed with by the native kernels where they are
-        there; ``dtype`` is then that of KV, and of activations where they are not.
+        there; ``dtype`` is then that of KV, and of activations where they are not. What is packed
+        for the kernels is kept in ``packed_cache``, if there is one.
 
         Raises ``ModelUnsupportedError`` for an unknown family, ``ModelFileError`` for tensors
         that do not fit the model's metadata.
@@ -54,13 +59,34 @@ class ModelRunner:
         self.block_tokens = block_tokens
         self._device = device
         self._backend = TorchBackend(dtype, device, bits)
+        self._rotaries = rotaries(self.config, device)
         self._native: NativeProgram | None = None
-        loaded = dtype if bits is None else torch.float32
-        weights = WeightLoader(model, self._backend, loaded, device, progress)
+        self._decoder: Decoder | None = None
+        self.weight_bytes = 0
+        """Memory of the weights as held."""
+        self.parameters = parameters(model)
+        self.kv_bytes_per_token = self.config.kv_bytes_per_token(dtype.itemsize)
+        kernels = None if bits is None else usable_kernels(self.config, dtype, device, block_tokens)
+        family = find_family(self.config)
         with torch.inference_mode():
-            decoder: Decoder = find_family(self.config).build(self.config, weights)
-            weights.finish()
-            self._rotaries = rotaries(self.config, device)
+            if bits is not None and kernels is not None:
+                decoder, self.weight_bytes = load_native(
+                    model,
+                    bits,
+                    family=family,
+                    backend=self._backend,
+                    native=native_module(),
+                    threads=torch.get_num_threads(),
+                    cache=packed_cache,
+                    progress=progress,
+                )
+            else:
+                loaded = dtype if bits is None else torch.float32
+                loader = CheckpointLoader(model, self._backend, loaded, device, progress)
+                self._decoder = decoder = family.build(self.config, loader)
+                loader.finish()
+                self.weight_bytes = loader.weight_bytes
+            # After the weights: what loading them needs for a moment is free again.
             self._cache = allocate_kv_cache(
                 self.config,
                 num_blocks=num_blocks,
@@ -68,16 +94,16 @@ class ModelRunner:
                 dtype=dtype,
                 device=device,
             )
-            if bits is not None and device == "cpu":
-                self._native = self._compile(decoder)
-            # What is packed is not kept twice.
-            self._decoder = decoder if self._native is None else None
-        self.weight_bytes = (
-            weights.weight_bytes if self._native is None else self._native.weight_bytes
-        )
-        """Memory of the weights as held."""
-        self.parameters = weights.parameters
-        self.kv_bytes_per_token = self.config.kv_bytes_per_token(dtype.itemsize)
+            if kernels is not None:
+                self._native = NativeProgram(
+                    native_module(),
+                    kernels,
+                    decoder,
+                    cache=self._cache,
+                    rotaries=dict(self._rotaries),
+                    block_tokens=block_tokens,
+                    threads=torch.get_num_threads(),
+                )
 
     @property
     def kernels(self) -> str:
@@ -111,22 +137,21 @@ class ModelRunner:
         rows = torch.from_numpy(batch.sampled_rows).to(self._device)
         return self._decoder.logits(hidden.index_select(0, rows))
 
-    def _compile(self, decoder: Decoder) -> NativeProgram | None:
-        kernels = chosen_kernels()
-        if kernels is None:
-            return None
-        reason = obstacle(self.config, self.block_tokens)
-        if self.dtype != torch.bfloat16:
-            reason = "the native kernels keep KV in bfloat16"
-        if reason is not None:
-            log.warning("computing with torch, not with the native kernels: %s", reason)
-            return None
-        return NativeProgram(
-            native_module(),
-            kernels,
-            decoder,
-            cache=self._cache,
-            rotaries=dict(self._rotaries),
-            block_tokens=self.block_tokens,
-            threads=torch.get_num_threads(),
-        )
+
+def usable_kernels(
+    config: ModelConfig, dtype: torch.dtype, device: str, block_tokens: int
+) -> str | None:
+    """The native kernels for quantized weights of a model; None, logged unless chosen: torch.
+
+    ``dtype`` is that of KV. Raises ``SpecError`` as ``chosen_kernels``.
+    """
+    kernels = chosen_kernels() if torch.device(device).type == "cpu" else None
+    if kernels is None:
+        return None
+    reason = obstacle(config, block_tokens)
+    if dtype != torch.bfloat16:
+        reason = "the native kernels keep KV in bfloat16"
+    if reason is not None:
+        log.warning("computing with torch, not with the native kernels: %s", reason)
+        return None
+    return kernels

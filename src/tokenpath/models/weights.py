@@ -7,6 +7,8 @@ engine can pack each as it comes, and a model that barely fits can be loaded.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 import gguf
 import numpy as np
@@ -17,6 +19,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from tokenpath.models.layout import TensorInfo, layout_of
 from tokenpath.models.local import LocalModel
 from tokenpath.protocol.errors import ModelFileError, ModelUnsupportedError
+
+Number = TypeVar("Number", bound=np.generic)
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -50,22 +54,78 @@ def iter_tensors(model: LocalModel) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, read_tensor(model, name)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix of a checkpoint that is read some rows at a time, in Hugging Face's order."""
+
+    info: TensorInfo
+    rotary_heads: int | None
+    """The file has each of so many heads' rows as rotary pairs; None: in order."""
+
+    @property
+    def gguf_type(self) -> str | None:
+        """What its blocks are called; None in safetensors."""
+        return None if self.info.dtype in _SAFETENSORS_DTYPES else self.info.dtype
+
+    def stored(self, begin: int, end: int) -> npt.NDArray[np.uint8]:
+        """Rows as they are stored: uint8 [rows, bytes of a row].
+
+        Raises ``ModelFileError`` if the file shrank since it was opened.
+        """
+        total = self.info.shape[0]
+        row_bytes = self.info.stored_bytes // total
+        head = 1 if self.rotary_heads is None else total // self.rotary_heads
+        first, last = begin // head * head, -(-end // head) * head
+        start, count = self.info.offset + first * row_bytes, (last - first) * row_bytes
+        rows = _bytes_at(self.info, start, count).reshape(last - first, row_bytes)
+        if self.rotary_heads is not None:
+            rows = _halves(rows, (last - first) // head)
+        return rows[begin - first : end - first]
+
+    def floats(self, begin: int, end: int) -> npt.NDArray[np.float32]:
+        """Rows as float32 [rows, columns]. Raises as ``stored`` and ``read_tensor``."""
+        rows = self.stored(begin, end)
+        if self.gguf_type is not None:
+            return _dequantized_blocks(self.info, rows)
+        typed = torch.from_numpy(rows).view(_SAFETENSORS_DTYPES[self.info.dtype])
+        numbers: npt.NDArray[np.float32] = typed.float().numpy()
+        return numbers
+
+
+def open_matrix(model: LocalModel, name: str) -> StoredMatrix:
+    """One matrix by its canonical name; nothing is read yet. Raises ``KeyError``."""
+    heads = None
+    if layout_of(model.config.family).gguf_interleaved_rotary and model.format == "gguf":
+        if ".q_proj." in name:
+            heads = model.config.heads
+        elif ".k_proj." in name:
+            heads = model.config.kv_heads
+    return StoredMatrix(model.tensors[name], heads)
+
+
 def _stored_bytes(info: TensorInfo) -> npt.NDArray[np.uint8]:
-    data = np.fromfile(info.file, dtype=np.uint8, count=info.stored_bytes, offset=info.offset)
-    if data.size != info.stored_bytes:
+    return _bytes_at(info, info.offset, info.stored_bytes)
+
+
+def _bytes_at(info: TensorInfo, offset: int, count: int) -> npt.NDArray[np.uint8]:
+    data = np.fromfile(info.file, dtype=np.uint8, count=count, offset=offset)
+    if data.size != count:
         raise ModelFileError(
-            f"{info.file} is truncated: {info.stored_bytes:,} bytes should follow byte "
-            f"{info.offset:,}, but {data.size:,} do"
+            f"{info.file} is truncated: {count:,} bytes should follow byte "
+            f"{offset:,}, but {data.size:,} do"
         )
     return data
 
 
 def _dequantized(info: TensorInfo) -> npt.NDArray[np.float32]:
-    kind = GGMLQuantizationType[info.dtype]
-    block, block_bytes = GGML_QUANT_SIZES[kind]
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
     rows = (*info.shape[:-1], info.shape[-1] // block * block_bytes)
+    return _dequantized_blocks(info, _stored_bytes(info).reshape(rows))
+
+
+def _dequantized_blocks(info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     try:
-        values = gguf.quants.dequantize(_stored_bytes(info).reshape(rows), kind)
+        values = gguf.quants.dequantize(blocks, GGMLQuantizationType[info.dtype])
     except NotImplementedError:
         raise ModelUnsupportedError(
             f"{info.file} has tensors of type {info.dtype}, which the gguf library cannot "
@@ -88,7 +148,7 @@ def _as_hugging_face(
     return values
 
 
-def _halves(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+def _halves(values: npt.NDArray[Number], heads: int) -> npt.NDArray[Number]:
     """Rows of each head from rotary pairs (0, 1), (2, 3) … to all firsts, then all seconds."""
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

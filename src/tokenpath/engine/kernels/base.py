@@ -25,6 +25,9 @@ LinearInput: TypeAlias = Any
 """What a backend's ``Linear`` eats: made by ``norm_input``, ``gated_input`` or an attention step of
 the same backend, and good for nothing else."""
 
+Table: TypeAlias = Any
+"""An embedding table as a backend holds it: what its ``embed`` reads."""
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -83,11 +86,11 @@ class KernelBackend(Protocol):
         """Take over the weight [vocab, hidden] of the product that makes logits."""
         ...
 
-    def table(self, table: torch.Tensor) -> torch.Tensor:
-        """Take over an embedding table [vocab, hidden]; the result is what ``embed`` reads."""
+    def table(self, table: torch.Tensor) -> Table:
+        """Take over an embedding table [vocab, hidden]."""
         ...
 
-    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, table: Table, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of ``table`` [vocab, hidden] for int64 ids [T]."""
         ...
 

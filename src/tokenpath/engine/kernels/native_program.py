@@ -1,22 +1,19 @@
 """Turns a loaded decoder into one native program.
 
-A decoder with quantized weights is read once, block by block, and becomes a list of operations with
-their weights packed for the processor. A step is then a single call without Python in between. The
-module behind it is ``native/``; its ``program.h`` says how a program runs.
+A decoder of packed weights is read once, block by block, and becomes a list of operations. A step
+is then a single call without Python in between. The module behind it is ``native/``; its
+``program.h`` says how a program runs.
 """
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
 
-import numpy as np
 import torch
 
 from tokenpath.engine.batch import StepBatch
-from tokenpath.engine.kernels.base import AttentionSpec
-from tokenpath.engine.kernels.quantize import Int8Weight, to_int8
-from tokenpath.engine.kernels.torch_quantized import QuantizedLinear
+from tokenpath.engine.kernels.base import AttentionSpec, Linear
+from tokenpath.engine.kernels.packed import PackedMatrix
 from tokenpath.engine.kv_cache import KvCache
 from tokenpath.engine.layers import Attention, Decoder, RMSNorm
 from tokenpath.engine.rotary import Rotary
@@ -61,7 +58,7 @@ class NativeProgram:
         block_tokens: int,
         threads: int,
     ) -> None:
-        """Pack the decoder's weights and write the program; the decoder is not needed after."""
+        """Write the program of a decoder of packed weights; the decoder is not needed after."""
         self.kernels = kernels
         """Name of the instruction set."""
         self._native = native
@@ -72,10 +69,8 @@ class NativeProgram:
         self._buffers: dict[str, int] = {}
         self._block_tokens = block_tokens
         self._softcap = decoder.logit_softcap
-        self._vocab = decoder.embedding.shape[0]
+        self._vocab = _packed(decoder.embedding).rows
         self._cache = cache
-        self.weight_bytes = 0
-        """Memory of the packed weights."""
         indices: dict[int, int] = {}
         self._rotary: dict[LayerKind, int] = {}
         for kind, rotary in rotaries.items():
@@ -103,14 +98,13 @@ class NativeProgram:
         return logits
 
     def _write(self, decoder: Decoder) -> None:
-        hidden = decoder.embedding.shape[1]
+        hidden = _packed(decoder.embedding).columns
         program = self._program
         residual = self._buffer("residual", hidden)
         normed = self._buffer("normed", hidden, quantized=True)
-        head = _weight(decoder.head)
-        packed_head = self._pack(head)
-        tied = isinstance(head.weight, Int8Weight) and decoder.tied
-        table = packed_head if tied else self._pack(_table(decoder.embedding))
+        head = self._matrix(decoder.head)
+        tied = decoder.head is decoder.embedding
+        table = head if tied else self._matrix(decoder.embedding)
         scale = 1.0 if decoder.embedding_scale is None else decoder.embedding_scale
         program.embed(residual, table, scale)
         for block in decoder.blocks:
@@ -118,23 +112,22 @@ class NativeProgram:
                 getattr(block, "attention_out_norm", None),
                 getattr(block, "mlp_out_norm", None),
             )
-            self._norm_quantize(block.attention_norm, residual, normed)
+            self._norm_quantize(block.attention_norm, residual, normed, block.attention.qkv)
             attended = self._attention(block.attention, normed)
-            self._project(_weight(block.attention.out), attended, residual, out_norms[0])
-            self._norm_quantize(block.mlp_norm, residual, normed)
-            gate_up = _weight(block.mlp.gate_up)
-            width = gate_up.weight.codes.shape[0] // 2
+            self._project(block.attention.out, attended, residual, out_norms[0])
+            self._norm_quantize(block.mlp_norm, residual, normed, block.mlp.gate_up)
+            width = _packed(block.mlp.gate_up).rows // 2
             joined = self._buffer("joined", width)
             rounded = self._buffer("joined, rounded", width, quantized=True)
-            matrix = self._pack(_interleaved(gate_up))
+            matrix = self._matrix(block.mlp.gate_up)
             program.matmul(normed, joined, matrix, False, block.mlp.activation, False)
-            program.quantize(joined, rounded, width)
-            self._project(_weight(block.mlp.down), rounded, residual, out_norms[1])
+            program.quantize(joined, rounded, width, _by_group(block.mlp.down))
+            self._project(block.mlp.down, rounded, residual, out_norms[1])
         last = self._buffer("last", hidden)
         ready = self._buffer("ready", hidden, quantized=True)
         program.gather(residual, last, hidden)
-        self._norm_quantize(decoder.norm, last, ready, sampled=True)
-        program.matmul(ready, -1, packed_head, False, "", True)
+        self._norm_quantize(decoder.norm, last, ready, decoder.head, sampled=True)
+        program.matmul(ready, -1, head, False, "", True)
 
     def _buffer(self, role: str, columns: int, *, quantized: bool = False) -> int:
         """The buffer of a role, which all layers share: each is done with it before the next."""
@@ -143,16 +136,21 @@ class NativeProgram:
             self._buffers[name] = int(self._program.buffer(columns, quantized))
         return self._buffers[name]
 
-    def _norm_quantize(self, norm: RMSNorm, source: int, to: int, *, sampled: bool = False) -> None:
+    def _norm_quantize(
+        self, norm: RMSNorm, source: int, to: int, product: object, *, sampled: bool = False
+    ) -> None:
+        """Round what a product eats next."""
         size = norm.weight.shape[-1]
-        self._program.norm_quantize(source, to, size, self._address(norm.weight), norm.eps, sampled)
+        self._program.quantize(
+            source, to, size, _by_group(product), self._address(norm.weight), norm.eps, sampled
+        )
 
     def _attention(self, attention: Attention, source: int) -> int:
         """Write everything from the normed input to the attended, rounded output."""
         program, spec = self._program, attention.spec
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         projected = self._buffer("projected", rows)
-        program.matmul(source, projected, self._pack(_weight(attention.qkv)), False, "", False)
+        program.matmul(source, projected, self._matrix(attention.qkv), False, "", False)
         shape = self._shape(spec)
         layer = self._cache.layers[attention.layer]
         keys, values = layer.keys.data_ptr(), layer.values.data_ptr()
@@ -171,14 +169,12 @@ class NativeProgram:
         attended = self._buffer("attended", width)
         rounded = self._buffer("attended, rounded", width, quantized=True)
         program.attend(attended, shape, keys, values, self._block_tokens)
-        program.quantize(attended, rounded, width)
+        program.quantize(attended, rounded, width, _by_group(attention.out))
         return rounded
 
-    def _project(
-        self, linear: QuantizedLinear, source: int, residual: int, norm: RMSNorm | None
-    ) -> None:
+    def _project(self, linear: Linear, source: int, residual: int, norm: RMSNorm | None) -> None:
         """Add a product to the residual, normed first where the family does that."""
-        matrix = self._pack(linear)
+        matrix = self._matrix(linear)
         if norm is None:
             self._program.matmul(source, residual, matrix, True, "", False)
             return
@@ -202,51 +198,21 @@ class NativeProgram:
         self._kept.append(held)
         return held.data_ptr()
 
-    def _pack(self, linear: QuantizedLinear) -> Any:
-        weight = linear.weight
-        rows, columns = weight.codes.shape
-        panels = -(-rows // self._native.PANEL)
-        bits = 8 if isinstance(weight, Int8Weight) else 4
-        data = _huge(panels * self._native.panel_bytes(bits, columns))
-        scale = np.zeros(panels * self._native.PANEL, np.float32)
-        if isinstance(weight, Int8Weight):
-            self._native.pack_int8(weight.codes.numpy(), data)
-            scale[:rows] = weight.scale.numpy()
-        else:
-            units = (t.view(torch.uint16).numpy() for t in (weight.unit, weight.low_unit))
-            wholes = (t.numpy() for t in (weight.codes, weight.scale, weight.minimum))
-            self._native.pack_int4(*wholes, *units, data)
-        bias = 0
-        if linear.bias is not None:
-            padded = np.zeros(panels * self._native.PANEL, np.float32)
-            padded[:rows] = linear.bias.numpy()
-            self._kept.append(padded)
-            bias = padded.ctypes.data
-        self._kept += [data, scale]
-        self.weight_bytes += data.nbytes + scale.nbytes
-        return self._native.weights(bits, rows, columns, data, scale, bias)
+    def _matrix(self, linear: object) -> Any:
+        """A packed matrix, or a table, as the program takes it."""
+        matrix = _packed(linear)
+        self._kept.append(matrix)
+        bias = 0 if matrix.bias is None else matrix.bias.ctypes.data
+        return self._native.weights(
+            matrix.bits, matrix.rows, matrix.columns, matrix.data, matrix.scale, bias
+        )
 
 
-def _weight(linear: object) -> QuantizedLinear:
-    assert isinstance(linear, QuantizedLinear), "a decoder with quantized weights"
+def _packed(linear: object) -> PackedMatrix:
+    assert isinstance(linear, PackedMatrix), "a decoder of packed weights"
     return linear
 
 
-def _table(embedding: torch.Tensor) -> QuantizedLinear:
-    return QuantizedLinear(to_int8(embedding), None, torch.float32)
-
-
-def _interleaved(linear: QuantizedLinear) -> QuantizedLinear:
-    """Gate's and up's rows alternate, 16 by 16, so that one panel has both of its channels."""
-    count = linear.weight.codes.shape[0]
-    order = torch.arange(count).view(2, -1, 16).transpose(0, 1).reshape(-1)
-    bias = None if linear.bias is None else linear.bias[order]
-    return QuantizedLinear(linear.weight.rows(order), bias, linear.dtype)
-
-
-def _huge(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Memory on huge pages, where the system has them: weights are read end to end every step."""
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8, size)
+def _by_group(product: object) -> bool:
+    """Whether a product wants a scale for every 32 activations."""
+    return _packed(product).bits == 8  # noqa: PLR2004 - 8 bits

@@ -1,8 +1,8 @@
 """Quantized products in plain torch: the same arithmetic as the native kernels, without them.
 
 It is what runs where the native module is missing, and what the native kernels are tested against.
-Weights are int8 or int4 and activations int8, one scale a token; everything else is as in
-``torch_backend``.
+Weights are int8 or int4. Activations are int8, with a scale for every 32 of them where weights are
+int8 and one for a token where they are int4; everything else is as in ``torch_backend``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpath.engine.kernels.quantize import (
+    GROUP,
     Bits,
     Int4Weight,
     Int8Weight,
@@ -19,6 +20,10 @@ from tokenpath.engine.kernels.quantize import (
     to_int4,
     to_int8,
 )
+
+
+_ROWS_AT_A_TIME = 8192
+"""Bounds the float32 copy of weights that a product makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +41,25 @@ class QuantizedLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scale = quantize_rows(x)
         if isinstance(self.weight, Int8Weight):
-            product = _int8_product(codes, self.weight.codes).float() * self.weight.scale
+            product = _product(_rounded(x, GROUP), self.weight.codes) * self.weight.scale
         else:
-            product = codes.float() @ self.weight.dequantize().t()
-        product *= scale[:, None]
+            product = _rounded(x, x.shape[-1]) @ self.weight.dequantize().t()
         if self.bias is not None:
             product += self.bias
         return product.to(self.dtype)
 
 
-def _int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """int32 [M, N] of int8 [M, K] and [N, K], exact."""
-    return torch._int_mm(left, right.t())  # noqa: SLF001 - torch has no public name for it
+def _rounded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """float32 like x [M, K], rounded to 8 bits with a scale for every ``size`` values."""
+    codes, scale = quantize_rows(x.reshape(-1, size))
+    return (codes.float() * scale[:, None]).view(x.shape)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """float32 [M, N] of float32 [M, K] and int8 [N, K]."""
+    parts = right.split(_ROWS_AT_A_TIME)
+    return torch.cat([left @ part.float().t() for part in parts], 1)
 
 
 def quantized_linear(

@@ -10,6 +10,7 @@
 
 #include <stdexcept>
 
+#include "convert.h"
 #include "pack.h"
 #include "program.h"
 
@@ -28,6 +29,18 @@ const Kernels* find_kernels(const std::string& name) {
     for (const Kernels* kernels : usable_kernels())
         if (name == kernels->name) return kernels;
     throw std::invalid_argument("this processor cannot run the kernels '" + name + "'");
+}
+
+const GgufType& gguf_type(const std::string& name, const Bytes& blocks, size_t rows, size_t columns) {
+    for (size_t i = 0; i < GGUF_TYPE_COUNT; i++) {
+        const GgufType& type = GGUF_TYPES[i];
+        if (name != type.name) continue;
+        if (columns % type.block || blocks.shape(0) != rows ||
+            blocks.shape(1) != columns / type.block * type.block_bytes)
+            throw std::invalid_argument("blocks of " + name + " have the wrong size");
+        return type;
+    }
+    throw std::invalid_argument("the GGUF type '" + name + "' is not known here");
 }
 
 Weights weights_of(int bits, int rows, int columns, const Array<const uint8_t, nb::ndim<1>>& data,
@@ -70,6 +83,7 @@ KvPool pool(uintptr_t keys, uintptr_t values, int block_tokens) {
 NB_MODULE(_native, m) {
     m.attr("PANEL") = PANEL;
     m.attr("BLOCK") = BLOCK;
+    m.attr("PACKED_LAYOUT") = PACKED_LAYOUT;
 
     m.def("usable", [] {
         std::vector<std::string> names;
@@ -91,6 +105,65 @@ NB_MODULE(_native, m) {
                   int(codes.shape(0)), int(codes.shape(1)), to.data());
     }, "Lay 4-bit codes [N, K] with their scales and minima [N, K / 32] and those's half-precision "
        "units [N, ceil(K / 256)] out in panels.");
+
+    m.def("gguf_types", [] {
+        std::vector<std::string> names;
+        for (size_t i = 0; i < GGUF_TYPE_COUNT; i++) names.emplace_back(GGUF_TYPES[i].name);
+        return names;
+    }, "Names of the GGUF types that dequantize and gguf_int8 know.");
+
+    m.def("dequantize", [](const std::string& name, Bytes blocks, Array<float, nb::ndim<2>> to) {
+        const GgufType& type = gguf_type(name, blocks, to.shape(0), to.shape(1));
+        nb::gil_scoped_release free;
+        for (size_t row = 0; row < to.shape(0); row++)
+            type.dequantize(blocks.data() + row * blocks.shape(1), to.shape(1),
+                            to.data() + row * to.shape(1));
+    }, "Turn rows of GGUF blocks into float32 [N, K].");
+
+    m.def("gguf_int8", [](const std::string& name, Bytes blocks, Array<int8_t, nb::ndim<2>> codes,
+                          Array<float, nb::ndim<1>> scale) {
+        const size_t columns = codes.shape(1);
+        const GgufType& type = gguf_type(name, blocks, codes.shape(0), columns);
+        if (scale.size() != codes.shape(0)) throw std::invalid_argument("a scale for each row");
+        nb::gil_scoped_release free;
+        std::vector<float> floats(columns);
+        for (size_t row = 0; row < codes.shape(0); row++) {
+            type.dequantize(blocks.data() + row * blocks.shape(1), columns, floats.data());
+            scale.data()[row] = round_int8(floats.data(), columns, codes.data() + row * columns);
+        }
+    }, "Turn rows of GGUF blocks into int8 codes [N, K] with a scale for each row.");
+
+    m.def("round_int8", [](Array<const float, nb::ndim<2>> weights, Array<int8_t, nb::ndim<2>> codes,
+                           Array<float, nb::ndim<1>> scale) {
+        const size_t columns = codes.shape(1);
+        if (weights.shape(0) != codes.shape(0) || weights.shape(1) != columns ||
+            scale.size() != codes.shape(0))
+            throw std::invalid_argument("codes as many as weights, and a scale for each row");
+        nb::gil_scoped_release free;
+        for (size_t row = 0; row < codes.shape(0); row++)
+            scale.data()[row] = round_int8(weights.data() + row * columns, columns,
+                                           codes.data() + row * columns);
+    }, "Round float32 [N, K] to int8 codes with a scale for each row.");
+
+    m.def("take_q4_k", [](Bytes blocks, Array<uint8_t, nb::ndim<2>> codes,
+                          Array<uint8_t, nb::ndim<2>> scale, Array<uint8_t, nb::ndim<2>> minimum,
+                          Array<uint16_t, nb::ndim<2>> unit, Array<uint16_t, nb::ndim<2>> low_unit) {
+        const size_t rows = codes.shape(0), columns = codes.shape(1);
+        gguf_type("Q4_K", blocks, rows, columns);
+        if (scale.size() != rows * columns / 32 || minimum.size() != rows * columns / 32 ||
+            unit.size() != rows * columns / 256 || low_unit.size() != rows * columns / 256)
+            throw std::invalid_argument("scales and units have the wrong size");
+        nb::gil_scoped_release free;
+        for (size_t row = 0; row < rows; row++)
+            take_q4_k(blocks.data() + row * blocks.shape(1), columns, codes.data() + row * columns,
+                      scale.data() + row * columns / 32, minimum.data() + row * columns / 32,
+                      unit.data() + row * columns / 256, low_unit.data() + row * columns / 256);
+    }, "Take rows of Q4_K apart, into what pack_int4 takes.");
+
+    m.def("checksum", [](Array<const uint8_t, nb::ndim<1>> bytes) {
+        nb::gil_scoped_release free;
+        return checksum(bytes.data(), bytes.size());
+    });
 
     nb::class_<Weights>(m, "Weights");
     m.def("weights", &weights_of, nb::arg("bits"), nb::arg("rows"), nb::arg("columns"),
