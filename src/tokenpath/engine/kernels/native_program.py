@@ -121,7 +121,7 @@ class NativeProgram:
             rounded = self._buffer("joined, rounded", width, quantized=True)
             matrix = self._matrix(block.mlp.gate_up)
             program.matmul(normed, joined, matrix, False, block.mlp.activation, False)
-            program.quantize(joined, rounded, width, _by_group(block.mlp.down))
+            program.quantize(joined, rounded, width, _by_run(block.mlp.down))
             self._project(block.mlp.down, rounded, residual, out_norms[1])
         last = self._buffer("last", hidden)
         ready = self._buffer("ready", hidden, quantized=True)
@@ -142,7 +142,7 @@ class NativeProgram:
         """Round what a product eats next."""
         size = norm.weight.shape[-1]
         self._program.quantize(
-            source, to, size, _by_group(product), self._address(norm.weight), norm.eps, sampled
+            source, to, size, _by_run(product), self._address(norm.weight), norm.eps, sampled
         )
 
     def _attention(self, attention: Attention, source: int) -> int:
@@ -169,7 +169,7 @@ class NativeProgram:
         attended = self._buffer("attended", width)
         rounded = self._buffer("attended, rounded", width, quantized=True)
         program.attend(attended, shape, keys, values, self._block_tokens)
-        program.quantize(attended, rounded, width, _by_group(attention.out))
+        program.quantize(attended, rounded, width, _by_run(attention.out))
         return rounded
 
     def _project(self, linear: Linear, source: int, residual: int, norm: RMSNorm | None) -> None:
@@ -213,6 +213,6 @@ def _packed(linear: object) -> PackedMatrix:
     return linear
 
 
-def _by_group(product: object) -> bool:
-    """Whether a product wants a scale for every 32 activations."""
+def _by_run(product: object) -> bool:
+    """Whether a product wants a scale for every 128 activations."""
     return _packed(product).bits == 8  # noqa: PLR2004 - 8 bits

@@ -15,6 +15,8 @@ Bits = Literal[4, 8]
 
 GROUP = 32
 """Weights of a row that share a scale and a minimum in 4 bits."""
+RUN = 128
+"""Activations of a token that share a scale where weights have 8 bits."""
 BLOCK = 8
 """Groups of a row that share the units in which their scales and minima are whole numbers."""
 _ROWS_AT_A_TIME = 2048

@@ -1,7 +1,7 @@
 """Quantized products in plain torch: the same arithmetic as the native kernels, without them.
 
 It is what runs where the native module is missing, and what the native kernels are tested against.
-Weights are int8 or int4. Activations are int8, with a scale for every 32 of them where weights are
+Weights are int8 or int4. Activations are int8, with a scale for every 128 of them where weights are
 int8 and one for a token where they are int4; everything else is as in ``torch_backend``.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpath.engine.kernels.quantize import (
-    GROUP,
+    RUN,
     Bits,
     Int4Weight,
     Int8Weight,
@@ -20,7 +20,6 @@ from tokenpath.engine.kernels.quantize import (
     to_int4,
     to_int8,
 )
-
 
 _ROWS_AT_A_TIME = 8192
 """Bounds the float32 copy of weights that a product makes."""
@@ -42,7 +41,7 @@ class QuantizedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.weight, Int8Weight):
-            product = _product(_rounded(x, GROUP), self.weight.codes) * self.weight.scale
+            product = _product(_rounded(x, RUN), self.weight.codes) * self.weight.scale
         else:
             product = _rounded(x, x.shape[-1]) @ self.weight.dequantize().t()
         if self.bias is not None:
@@ -51,9 +50,9 @@ class QuantizedLinear:
 
 
 def _rounded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """float32 like x [M, K], rounded to 8 bits with a scale for every ``size`` values."""
-    codes, scale = quantize_rows(x.reshape(-1, size))
-    return (codes.float() * scale[:, None]).view(x.shape)
+    """float32 like x [M, K], rounded to 8 bits with a scale for every ``size`` values of a row."""
+    parts = x.split(size, -1)
+    return torch.cat([codes * scale[:, None] for codes, scale in map(quantize_rows, parts)], -1)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

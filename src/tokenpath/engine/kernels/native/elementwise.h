@@ -47,7 +47,7 @@ inline void scale_row(const QuantizeArgs& args, size_t row) {
     const float* x = args.x + row * args.stride;
     const float factor = args.weight == nullptr ? 1.0f : inverse_rms(x, to.columns, args.eps);
     to.factor[row] = factor;
-    if (args.by_group) return;
+    if (args.by_run) return;
     Largest largest;
     for (int k = 0; k < to.columns; k += LANES) largest.see(normed(x, args.weight, splat(factor), k));
     to.scale[row] = largest.scale();
@@ -64,34 +64,35 @@ inline void quantize_tile(const QuantizeArgs& args, size_t tile, int begin) {
         const float* x = args.x + (first + m) * args.stride;
         const F32 factor = splat(to.factor[first + m]);
         int8_t* q = to.values + first * to.columns + (begin / 4 * height + m) * 4;
-        for (int k = begin; k < end; k += GROUP) {
-            const F32 low = normed(x, args.weight, factor, k);
-            const F32 high = normed(x, args.weight, factor, k + LANES);
-            const size_t g = size_t(k / GROUP);
+        for (int run = begin; run < end; run += RUN) {
+            const int stop = run + RUN < end ? run + RUN : end;
+            const size_t place = first * to.runs() + size_t(run / RUN) * height + m;
             F32 inverse;
-            if (args.by_group) {
+            if (args.by_run) {
                 Largest largest;
-                largest.see(low);
-                largest.see(high);
-                to.group_scale[first * to.groups() + g * height + m] = largest.scale();
+                for (int k = run; k < stop; k += LANES) largest.see(normed(x, args.weight, factor, k));
+                to.run_scale[place] = largest.scale();
                 inverse = splat(largest.inverse());
             } else {
                 inverse = splat(to.inverse[first + m]);
             }
-            const I32 a = round_to_int(low * inverse), b = round_to_int(high * inverse);
-            typedef int8_t I8x16 __attribute__((vector_size(16)));
-            int32_t quads[GROUP / 4];
-            store(quads, __builtin_convertvector(a, I8x16));
-            store(quads + LANES / 4, __builtin_convertvector(b, I8x16));
-            for (int i = 0; i < GROUP / 4; i++, q += height * 4) std::memcpy(q, quads + i, 4);
-            const int32_t group = sum(a + b);
-            int16_t* sums = to.group_sum + (first * to.pairs() + g / 2 * height + m) * 2;
-            if (args.by_group) {
-                to.group_shift[first * to.groups() + g * height + m] = -128 * group;
-            } else {
+            int32_t total = 0;
+            for (int k = run; k < stop; k += GROUP) {
+                const I32 a = round_to_int(normed(x, args.weight, factor, k) * inverse);
+                const I32 b = round_to_int(normed(x, args.weight, factor, k + LANES) * inverse);
+                typedef int8_t I8x16 __attribute__((vector_size(16)));
+                int32_t quads[GROUP / 4];
+                store(quads, __builtin_convertvector(a, I8x16));
+                store(quads + LANES / 4, __builtin_convertvector(b, I8x16));
+                for (int i = 0; i < GROUP / 4; i++, q += height * 4) std::memcpy(q, quads + i, 4);
+                const int32_t group = sum(a + b);
+                const size_t g = size_t(k / GROUP);
+                int16_t* sums = to.group_sum + (first * to.pairs() + g / 2 * height + m) * 2;
                 sums[g % 2] = int16_t(group);
-                if (g + 1 == to.groups() && g % 2 == 0) sums[1] = 0;
+                if (g % 2 == 0 && k + GROUP == to.columns) sums[1] = 0;
+                total += group;
             }
+            if (args.by_run) to.run_shift[place] = -128 * total;
         }
     }
 }

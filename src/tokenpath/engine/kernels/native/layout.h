@@ -12,6 +12,7 @@ constexpr int PACKED_LAYOUT = 1;
 
 constexpr int PANEL = 32;             // output channels that are packed together
 constexpr int GROUP = 32;             // int4: places of K that share a scale and a minimum
+constexpr int RUN = 128;              // int8: activations of a row that share a scale
 constexpr int BLOCK = 8;              // int4: groups whose scales and minima share a unit
 constexpr int INT4_HEAD_BYTES = 640;  // of a block: units, scales and minima; see matmul.h
 constexpr int INT4_GROUP_BYTES = 512;  // 32 * 32 codes of 4 bits
@@ -42,27 +43,28 @@ struct Tiling {
 
 // Activations as a product eats them, tile after tile. A tile of h rows that begins with row r is
 //   values       [K / 4][h][4] from values + r * K on,
-//   group_scale, group_shift   [K / GROUP][h] from + r * (K / GROUP) on,
+//   run_scale, run_shift   [runs][h] from + r * runs on,
 //   group_sum    [pairs of groups][h][2] from + r * 2 * (pairs of groups) on:
 // what one instruction multiplies lies together, and a tile is a single stream of memory.
 //
-// For an int8 product every GROUP of values has a scale of its own, so that an outlier spoils only
-// its neighbours. For int4, whose weights have scales and minima by group, a row has one.
+// For an int8 product every RUN of values has a scale of its own (the last one may be shorter), so
+// that an outlier spoils only its neighbours. For int4, whose weights have scales and minima by
+// group, a row has one.
 struct Quantized {
     Tiling tiling;
     int columns;  // K
     int8_t* values;
     float* factor;         // [rows], of the norm that comes before rounding; 1 without one
     // For int8:
-    float* group_scale;
-    int32_t* group_shift;  // -128 * the group's sum: what storing weights as w + 128 has added
+    float* run_scale;
+    int32_t* run_shift;    // -128 * the run's sum: what storing weights as w + 128 has added
     // For int4:
     float* scale;          // [rows]
     float* inverse;        // [rows], of the scale
     int16_t* group_sum;    // an odd group has a zero beside it
 
-    size_t groups() const { return size_t(columns / GROUP); }
-    size_t pairs() const { return (groups() + 1) / 2; }
+    size_t runs() const { return size_t(columns + RUN - 1) / RUN; }
+    size_t pairs() const { return size_t(columns / GROUP + 1) / 2; }
 };
 
 // Rows to be rounded: x, or x / rms(x) * weight.
@@ -71,10 +73,10 @@ struct QuantizeArgs {
     size_t stride;
     const float* weight;  // null: no norm
     float eps;
-    bool by_group;  // for an int8 product
+    bool by_run;  // for an int8 product
     Quantized to;
 };
-constexpr int QUANTIZE_COLUMNS = 512;  // of a tile, that one thread rounds at a time
+constexpr int QUANTIZE_COLUMNS = 4 * RUN;  // of a tile, that one thread rounds at a time
 
 struct MatmulArgs {
     const Weights* weights;

@@ -6,8 +6,8 @@
 // instruction wants one factor so): w + 128 in int8, and the bare 4-bit code in int4. What that adds
 // to the product is a multiple of the activations' sum, which the quantizer leaves beside them.
 //
-// int8: y[t, n] = w_scale[n] * sum over groups g of 32 of a_scale[t, g] * (acc[g] - 128 * a_sum[t, g]),
-//       added in order of g; acc is exact in int32.
+// int8: y[t, n] = w_scale[n] * sum over runs r of 128 of a_scale[t, r] * (acc[r] - 128 * a_sum[t, r]),
+//       added in order of r; acc is exact in int32.
 // int4: K falls into groups of 32 with a scale and a minimum, 8-bit integers in units that 8 groups
 //       share: a block. y[t, n] = a_scale[t] * sum over blocks of
 //       (unit[n] * sum over g of scale[g, n] * acc[g] - low_unit[n] * sum of minimum[g, n] * a_sum[t, g])
@@ -80,21 +80,20 @@ template <int M>
 void tile_int8(const MatmulArgs& args, int panel, size_t tile, Ahead ahead) {
     const Weights& w = *args.weights;
     const size_t row = args.activations.tiling.begin(tile);
-    const int groups = w.columns / GROUP;
     const uint8_t* from = w.data + size_t(panel) * w.panel_bytes;
     const int8_t* a = args.activations.values + row * w.columns;
-    const float* scale = args.activations.group_scale + row * groups;
-    const int32_t* shift = args.activations.group_shift + row * groups;
+    const float* scale = args.activations.run_scale + row * args.activations.runs();
+    const int32_t* shift = args.activations.run_shift + row * args.activations.runs();
     const int step = ahead.parts == 0 ? 0 : 4 * PANEL / ahead.parts;
     const bool both = ahead.parts == 1;
-    F32 total[M][2];  // in memory: the registers are for the sums within a group
+    F32 total[M][2];  // in memory: the registers are for the sums within a run
     for (int m = 0; m < M; m++) total[m][0] = total[m][1] = F32{};
-    for (int g = 0; g < groups; g++, scale += M, shift += M) {
+    for (int k = 0; k < w.columns; k += RUN, scale += M, shift += M) {
+        const int quads = (w.columns - k < RUN ? w.columns - k : RUN) / 4;
         I32 acc[M][2];
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = splat(shift[m]);
-#pragma GCC unroll 2
-        for (int quad = 0; quad < GROUP / 4; quad++, from += 4 * PANEL, a += 4 * M, ahead.from += step) {
+        for (int quad = 0; quad < quads; quad++, from += 4 * PANEL, a += 4 * M, ahead.from += step) {
             const U8x64 w0 = load<U8x64>(from), w1 = load<U8x64>(from + 64);
             __builtin_prefetch(ahead.from, 0, 2);
             if (both) __builtin_prefetch(ahead.from + LINE, 0, 2);

@@ -83,6 +83,7 @@ KvPool pool(uintptr_t keys, uintptr_t values, int block_tokens) {
 NB_MODULE(_native, m) {
     m.attr("PANEL") = PANEL;
     m.attr("BLOCK") = BLOCK;
+    m.attr("RUN") = RUN;
     m.attr("PACKED_LAYOUT") = PACKED_LAYOUT;
 
     m.def("usable", [] {
@@ -195,12 +196,12 @@ NB_MODULE(_native, m) {
             self.append(norm(Kind::norm, from, to, columns, weight, eps, add, sampled));
         }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("weight"), nb::arg("eps"),
            nb::arg("add"), nb::arg("sampled"))
-        .def("quantize", [](Program& self, int from, int to, int columns, bool by_group,
+        .def("quantize", [](Program& self, int from, int to, int columns, bool by_run,
                             uintptr_t weight, float eps, bool sampled) {
             Operation op = norm(Kind::quantize, from, to, columns, weight, eps, false, sampled);
-            op.by_group = by_group;
+            op.by_run = by_run;
             self.append(op);
-        }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("by_group"),
+        }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("by_run"),
            nb::arg("weight") = 0, nb::arg("eps") = 0.0f, nb::arg("sampled") = false)
         .def("matmul", [](Program& self, int from, int to, const Weights& matrix, bool add,
                           const std::string& activation, bool sampled) {

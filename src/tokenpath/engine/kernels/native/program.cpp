@@ -10,8 +10,8 @@ Quantized Program::Buffer::view(Tiling tiling) {
             columns,
             values.data(),
             factor.data(),
-            group_scale.data(),
-            group_shift.data(),
+            run_scale.data(),
+            run_shift.data(),
             scale.data(),
             inverse.data(),
             group_sum.data()};
@@ -28,8 +28,9 @@ void Program::Buffer::reserve(size_t rows) {
     scale.resize(rows);
     factor.resize(rows);
     inverse.resize(rows);
-    group_scale.resize(size / GROUP);
-    group_shift.resize(size / GROUP);
+    const size_t runs = rows * (size_t(columns + RUN - 1) / RUN);
+    run_scale.resize(runs);
+    run_shift.resize(runs);
     group_sum.resize(rows * (size_t(columns / GROUP + 1) / 2 * 2));
 }
 
@@ -161,7 +162,7 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
             break;
         case Kind::quantize: {
             const QuantizeArgs args{floats(op.from, 0), size_t(buffers_[op.from].columns), op.weight,
-                                    op.eps, op.by_group, buffers_[op.to].view(tiling)};
+                                    op.eps, op.by_run, buffers_[op.to].view(tiling)};
             shares(rows, [&](size_t t) { kernels_->scale_row(args, t); });
             team_->barrier();
             const size_t parts = size_t(op.columns + QUANTIZE_COLUMNS - 1) / QUANTIZE_COLUMNS;

@@ -35,7 +35,7 @@ struct Operation {
     int to = -1;      // buffer written; -1 of a matmul: the logits
     int columns = 0;  // of the input
     bool add = false;
-    bool by_group = false;  // of a quantize: for an int8 product
+    bool by_run = false;  // of a quantize: for an int8 product
     bool sampled = false;  // works on the rows that a gather left, not on all of the step's
     float scale = 0.0f;
     float eps = 0.0f;
@@ -72,8 +72,8 @@ class Program {
         bool quantized;
         std::vector<float> floats;
         std::vector<int8_t> values;
-        std::vector<float> factor, scale, inverse, group_scale;
-        std::vector<int32_t> group_shift;
+        std::vector<float> factor, scale, inverse, run_scale;
+        std::vector<int32_t> run_shift;
         std::vector<int16_t> group_sum;
 
         Quantized view(Tiling tiling);
