@@ -7,12 +7,12 @@ from typing import Any
 
 from tokenpath.engine.families.registry import Family
 from tokenpath.engine.kernels.base import KernelBackend
-from tokenpath.engine.kernels.packed import PackedWeights
+from tokenpath.engine.kernels.packed import Bytes, PackedWeights, huge_memory
 from tokenpath.engine.kernels.quantize import Bits
 from tokenpath.engine.layers import Decoder
 from tokenpath.engine.loading import Progress
 from tokenpath.engine.packed_cache import PackedCache, identity_of
-from tokenpath.engine.packing import PackedLoader, Packer
+from tokenpath.engine.packing import PackedLoader, Packer, packed_bytes
 from tokenpath.models.local import LocalModel
 
 
@@ -34,17 +34,25 @@ def load_native(
     """
     tell = progress or (lambda _what, _fraction: None)
 
-    def pack() -> PackedWeights:
-        with Packer(
-            model, bits, backend=backend, native=native, threads=threads, progress=progress
-        ) as packer:
+    def pack(memory: Bytes) -> PackedWeights:
+        packer = Packer(
+            model,
+            bits,
+            memory=memory,
+            backend=backend,
+            native=native,
+            threads=threads,
+            progress=progress,
+        )
+        with packer:
             family.build(model.config, packer)
             return packer.finish()
 
+    size = packed_bytes(model, bits, native)
     if cache is None:
-        weights = pack()
+        weights = pack(huge_memory(size))
     else:
-        weights = _kept_or_packed(model, f"int{bits}", cache, native, threads, tell, pack)
+        weights = _kept_or_packed(model, f"int{bits}", cache, native, threads, tell, size, pack)
     return family.build(model.config, PackedLoader(weights, backend)), weights.used
 
 
@@ -55,9 +63,11 @@ def _kept_or_packed(
     native: Any,
     threads: int,
     tell: Progress,
-    pack: Callable[[], PackedWeights],
+    size: int,
+    pack: Callable[[Bytes], PackedWeights],
 ) -> PackedWeights:
-    identity = identity_of(model, form, native.PACKED_LAYOUT)
+    layout, source = native.PACKED_LAYOUT, model.path
+    identity = identity_of(model, form, layout)
 
     def kept() -> PackedWeights | None:
         return cache.read(
@@ -73,8 +83,13 @@ def _kept_or_packed(
         return weights
     with cache.packing(lambda: tell("waiting for another process to pack its weights", 0.0)):
         weights = kept()
-        if weights is None:
-            weights = pack()
-            tell("keeping packed weights for the next start", 1.0)
-            cache.write(form, identity, weights, source=model.path, native=native, threads=threads)
-    return weights
+        if weights is not None:
+            return weights
+        with cache.file_for(form, identity, size, layout=layout, source=source) as file:
+            if file is None:
+                return pack(huge_memory(size))
+            weights = pack(file.memory)
+            cache.publish(
+                file, form, identity, weights, source=source, native=native, threads=threads
+            )
+            return kept() or weights

@@ -27,13 +27,12 @@ from tokenpath.engine.kernels.packed import PackedWeights
 from tokenpath.engine.kernels.packed_file import (
     DamagedFileError,
     Index,
+    PackedFile,
     read_index,
     read_packed,
-    write_packed,
 )
 from tokenpath.models.disk import NoSpaceError, require_space
 from tokenpath.models.local import LocalModel
-from tokenpath.models.sizes import human_bytes
 from tokenpath.protocol.errors import SpecError
 
 MOST_FILES = 8
@@ -85,8 +84,30 @@ class PackedCache:
             return None
         return weights
 
-    def write(
+    @contextlib.contextmanager
+    def file_for(
+        self, form: str, identity: str, size: int, *, layout: int, source: Path
+    ) -> Iterator[PackedFile | None]:
+        """A file of ``size`` bytes to pack into; None, with a warning, if the disk has no room.
+
+        Removes before it what no start will ask for. Call it with ``packing`` held.
+        """
+        path = self._path(form, identity)
+        file: PackedFile | None = None
+        try:
+            self._sweep(layout, form, source)
+            require_space(self.folder, size)
+            file = PackedFile(path.with_name(path.name + _PART), size)
+        except (OSError, NoSpaceError) as error:
+            log.warning(
+                "packed weights are not kept, and the next start will pack them again: %s", error
+            )
+        with file or contextlib.nullcontext():
+            yield file
+
+    def publish(
         self,
+        file: PackedFile,
         form: str,
         identity: str,
         weights: PackedWeights,
@@ -95,32 +116,19 @@ class PackedCache:
         native: Any,
         threads: int,
     ) -> None:
-        """Keep weights for the next start, and remove what no start will ask for.
-
-        What goes wrong with the disk is logged. Call it with ``packing`` held.
-        """
-        path = self._path(form, identity)
-        part = path.with_name(path.name + _PART)
+        """Let later starts find what was packed into ``file``. Logs what goes wrong."""
         try:
-            self._sweep(native.PACKED_LAYOUT, form, source)
-            require_space(self.folder, weights.used)
-            write_packed(
-                part,
+            file.publish(
+                self._path(form, identity),
                 weights,
                 identity=identity,
                 source=str(source.absolute()),
                 native=native,
                 threads=threads,
             )
-            part.replace(path)
-        except (OSError, NoSpaceError) as error:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+        except OSError as error:
             log.warning(
-                "the packed weights (%s) could not be kept for the next start, which will pack "
-                "them again: %s",
-                human_bytes(weights.used),
-                error,
+                "packed weights are not kept, and the next start will pack them again: %s", error
             )
 
     @contextlib.contextmanager

@@ -20,10 +20,10 @@ import torch
 
 from tokenpath.engine.kernels.base import KernelBackend
 from tokenpath.engine.kernels.packed import (
+    Bytes,
     Floats,
     PackedMatrix,
     PackedWeights,
-    huge_memory,
     room_for,
 )
 from tokenpath.engine.kernels.quantize import BLOCK, GROUP, Bits, to_int4
@@ -74,7 +74,8 @@ class PackedLoader:
 
     def norm(self, name: str, size: int, *, offset: float = 0.0) -> torch.Tensor:
         del size, offset
-        return torch.from_numpy(self._weights.vector(name))
+        # A copy: torch has no tensors that cannot be written.
+        return torch.from_numpy(self._weights.vector(name).copy())
 
 
 class Packer:
@@ -89,20 +90,20 @@ class Packer:
         model: LocalModel,
         bits: Bits,
         *,
+        memory: Bytes,
         backend: KernelBackend,
         native: Any,
         threads: int,
         progress: Progress | None = None,
     ) -> None:
+        """``memory`` is zeros, and as large as ``packed_bytes`` says."""
         self.backend = backend
         self.dtype = torch.float32
         self._model = model
         self._bits: Bits = bits
         self._native = native
         self._progress = progress
-        self.weights = PackedWeights(
-            huge_memory(packed_bytes(model, bits, native)), (), panel=native.PANEL
-        )
+        self.weights = PackedWeights(memory, (), panel=native.PANEL)
         self._book = TensorBook(model)
         self._fast_types = frozenset(native.gguf_types())
         # One thread of ours is one of torch's: they would else be multiplied with each other.

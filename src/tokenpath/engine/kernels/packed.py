@@ -6,6 +6,7 @@ copy from the disk's cache into memory. Nothing here knows torch's layers or a c
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class PackedMatrix:
         """Memory of the weights as held."""
         return self.data.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def __call__(self, x: object) -> Any:
+    def __call__(self, x: object) -> Any:  # noqa: ARG002 - the protocol's
         """Never possible: torch does not know the layout."""
         raise TypeError("packed weights are multiplied by the native program only")
 
@@ -135,9 +136,15 @@ def huge_memory(size: int) -> Bytes:
     cost a part of the bandwidth.
     """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    on_huge_pages(memory)
     return np.frombuffer(memory, np.uint8, size)
+
+
+def on_huge_pages(memory: mmap.mmap) -> None:
+    """Ask the system to hold memory in huge pages, if it has any."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _end(piece: Piece, panel: int) -> int:
