@@ -11,7 +11,7 @@ from tokenpath.engine.batch import build_batch
 from tokenpath.engine.kernels.base import AttentionSpec
 from tokenpath.engine.kernels.torch_backend import TorchBackend
 from tokenpath.engine.kv_cache import KvLayer, kv_blocks_for
-from tokenpath.engine.precision import choose_dtype
+from tokenpath.engine.precision import settle_dtype
 from tokenpath.engine.rotary import rotaries
 from tokenpath.models.architecture import ModelConfig, RopeScaling
 from tokenpath.policy.sequence import Chunk, Sequence, StepPlan
@@ -200,15 +200,16 @@ def test_blocks_by_bytes_and_by_tokens():
 @pytest.mark.parametrize(
     ("capabilities", "expected"),
     [
-        ({"avx512_bf16": True, "amx_bf16": False}, torch.bfloat16),
-        ({"avx512_bf16": False, "amx_bf16": True}, torch.bfloat16),
-        ({"avx512_bf16": False, "amx_bf16": False}, torch.float32),
-        ({}, torch.float32),
+        ({"avx512_bf16": True, "amx_bf16": False}, "bfloat16"),
+        ({"avx512_bf16": False, "amx_bf16": True}, "bfloat16"),
+        ({"avx512_bf16": False, "amx_bf16": False}, "float32"),
+        ({}, "float32"),
     ],
 )
 def test_auto_dtype_asks_the_processor(monkeypatch, capabilities, expected):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert choose_dtype("auto") == expected
-    assert choose_dtype("float32") == torch.float32
-    assert choose_dtype("bfloat16") == torch.bfloat16
-    assert choose_dtype("auto", "meta") == torch.float32
+    assert settle_dtype("auto", native=False) == expected
+    assert settle_dtype("auto", native=True) == "int8"
+    assert settle_dtype("auto", "meta", native=True) == "float32"
+    for name in ("float32", "bfloat16", "int8", "int4"):
+        assert settle_dtype(name, native=True) == name

@@ -71,9 +71,10 @@ class EngineSettings(_Strict):
     """The native engine of one model."""
 
     dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"] = "auto"
-    """Type of weights, activations and KV. ``auto``: bfloat16 where the processor has
-    instructions for it, else float32. ``int8`` and ``int4`` round weights to so many bits and
-    activations to 8, compute with the native kernels, and keep KV in bfloat16; CPU only."""
+    """Type of weights, activations and KV. ``int8`` and ``int4`` round weights to so many bits and
+    activations to 8, compute with the native kernels, and keep KV in bfloat16; CPU only. ``auto``:
+    int8 on a CPU where the native kernels can run the model, for it is several times faster at
+    less than 1 % of perplexity; else bfloat16 where the hardware multiplies it, else float32."""
     device: str = "cpu"
     """A torch device."""
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None

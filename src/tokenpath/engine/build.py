@@ -10,11 +10,14 @@ import torch
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import usable_cpus
+from tokenpath.engine.kernels.native_module import chosen_kernels
+from tokenpath.engine.kernels.native_program import obstacle
 from tokenpath.engine.kv_cache import kv_blocks_for
 from tokenpath.engine.packed_cache import PackedCache
-from tokenpath.engine.precision import choose_dtype, weight_bits
+from tokenpath.engine.precision import settle_dtype, torch_dtype, weight_bits
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models import memory
+from tokenpath.models.architecture import ModelConfig
 from tokenpath.models.detokenizer import IncrementalDetokenizer
 from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
@@ -48,16 +51,13 @@ def build_engine(
         SpecError: the settings do not fit the machine or the model.
     """
     device = _device(settings.device)
-    dtype = choose_dtype(settings.dtype, settings.device)
-    bits = weight_bits(settings.dtype)
+    held = dtype_for(model.config, settings)
+    dtype, bits = torch_dtype(held), weight_bits(held)
     if bits is not None and device.type != "cpu":
         raise SpecError(
             f"dtype {settings.dtype!r} runs on the CPU only; use 'bfloat16' on {settings.device!r}",
             param="dtype",
         )
-    held: memory.Dtype = "float32" if dtype == torch.float32 else "bfloat16"
-    if settings.dtype == "int8" or settings.dtype == "int4":  # noqa: PLR1714 - narrows the type
-        held = settings.dtype
     torch.set_num_threads(settings.threads or usable_cpus())
     context = min(model.config.max_context_tokens, settings.max_context_tokens or 1 << 62)
     num_blocks = kv_blocks_for(
@@ -115,6 +115,17 @@ def build_engine(
         eos_ids=model.config.eos_ids,
         resident_bytes=lambda: int(process.memory_info().rss),
     )
+
+
+def dtype_for(config: ModelConfig, settings: EngineSettings) -> memory.Dtype:
+    """The type that a model's weights will be held in."""
+    native = (
+        settings.dtype == "auto"
+        and torch.device(settings.device).type == "cpu"
+        and obstacle(config, settings.block_tokens) is None
+        and chosen_kernels() is not None
+    )
+    return settle_dtype(settings.dtype, settings.device, native=native)
 
 
 class _ModelText:

@@ -138,9 +138,9 @@ class CheckpointLoader:
     def table(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """See ``WeightLoader``."""
         table = self._take(name, (rows, columns)).to(device=self.device, dtype=self.dtype)
-        table = self.backend.table(table)
-        self.weight_bytes += table.nbytes
-        return table
+        rounded: torch.Tensor = self.backend.table(table)
+        self.weight_bytes += rounded.nbytes
+        return rounded
 
     def head(self, name: str, rows: int, columns: int) -> Linear:
         """See ``WeightLoader``."""

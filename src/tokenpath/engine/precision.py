@@ -7,11 +7,12 @@ from typing import Literal
 import torch
 
 from tokenpath.engine.kernels.quantize import Bits
+from tokenpath.models.memory import Dtype
 
 DtypeName = Literal["auto", "float32", "bfloat16", "int8", "int4"]
 
 
-def weight_bits(name: DtypeName) -> Bits | None:
+def weight_bits(name: Dtype) -> Bits | None:
     """Bits of quantized weights; None: not quantized."""
     match name:
         case "int8":
@@ -22,17 +23,24 @@ def weight_bits(name: DtypeName) -> Bits | None:
             return None
 
 
-def choose_dtype(name: DtypeName, device: str = "cpu") -> torch.dtype:
-    """The torch dtype for activations and KV, and for weights that are not quantized.
+def settle_dtype(name: DtypeName, device: str = "cpu", *, native: bool) -> Dtype:
+    """What ``auto`` means here; every other name is itself.
 
-    ``auto`` is bfloat16 where the hardware multiplies it (AVX-512 BF16, AMX, a CUDA device of
-    compute capability 8 or more), else float32: emulated bfloat16 is slower than float32.
+    ``native`` says whether the native kernels can run the model. Then it is int8, several times
+    faster than torch and less than 1 % of perplexity away from bfloat16. Otherwise it is bfloat16
+    where the hardware multiplies it (AVX-512 BF16, AMX, a CUDA device of compute capability 8 or
+    more), else float32: emulated bfloat16 is slower than float32.
     """
-    if name == "float32":
-        return torch.float32
-    if name in {"bfloat16", "int8", "int4"} or _multiplies_bfloat16(device):
-        return torch.bfloat16
-    return torch.float32
+    if name != "auto":
+        return name
+    if native and torch.device(device).type == "cpu":
+        return "int8"
+    return "bfloat16" if _multiplies_bfloat16(device) else "float32"
+
+
+def torch_dtype(name: Dtype) -> torch.dtype:
+    """The type of KV and activations, and of weights that are not quantized."""
+    return torch.float32 if name == "float32" else torch.bfloat16
 
 
 def _multiplies_bfloat16(device: str) -> bool:

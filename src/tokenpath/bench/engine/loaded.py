@@ -13,10 +13,10 @@ import torch
 
 from tokenpath.config.paths import models_dir
 from tokenpath.config.spec import EngineSettings
-from tokenpath.engine.build import Around, Progress, build_engine
+from tokenpath.engine.build import Around, Progress, build_engine, dtype_for
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.kv_cache import kv_blocks_for
-from tokenpath.engine.precision import choose_dtype
+from tokenpath.engine.precision import torch_dtype
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models.local import LocalModel, open_model
 from tokenpath.models.progress import Progress as PullProgress
@@ -82,7 +82,7 @@ def pool_tokens(local: LocalModel, settings: EngineSettings) -> int:
     """Tokens that the KV pool of these settings holds. Raises ``SpecError`` if not even a block."""
     blocks = kv_blocks_for(
         local.config,
-        choose_dtype(settings.dtype, settings.device),
+        torch_dtype(dtype_for(local.config, settings)),
         block_tokens=settings.block_tokens,
         kv_cache_bytes=settings.kv_cache_bytes,
         kv_cache_tokens=settings.kv_cache_tokens,

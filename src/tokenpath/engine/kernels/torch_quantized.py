@@ -51,13 +51,13 @@ class QuantizedLinear:
 
 def _rounded(x: torch.Tensor, size: int) -> torch.Tensor:
     """float32 like x [M, K], rounded to 8 bits with a scale for every ``size`` values of a row."""
-    parts = x.split(size, -1)
+    parts = torch.split(x, size, -1)
     return torch.cat([codes * scale[:, None] for codes, scale in map(quantize_rows, parts)], -1)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """float32 [M, N] of float32 [M, K] and int8 [N, K]."""
-    parts = right.split(_ROWS_AT_A_TIME)
+    parts = torch.split(right, _ROWS_AT_A_TIME)
     return torch.cat([left @ part.float().t() for part in parts], 1)
 
 
