@@ -36,10 +36,11 @@ format: .venv/.complete ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: .venv/.complete ## Property tests with 10,000 examples, and every equality with the reference
+soak: .venv/.complete ## Property tests with 10,000 examples, and every equality of real models
 	@$(BIN)/tokenpath models pull gemma-3-270m
+	@$(BIN)/tokenpath models pull qwen2.5-coder-1.5b
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/policy tests/engine/test_gemma_equality.py \
-		--timeout 3600
+		tests/engine/test_invariance.py --timeout 3600
 
 bench-load: .venv/.complete ## Latency and throughput of both models at 1, 8 and 32 callers (15 minutes)
 	@$(BIN)/python bench/levels.py $(ARGS)

@@ -1,6 +1,7 @@
 """Shared fixtures. ``HYPOTHESIS_PROFILE=soak`` runs the property tests at length."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ settings.register_profile(
 )
 settings.register_profile("soak", settings.get_profile("default"), max_examples=10_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory) -> Iterator[None]:
+    """Packed weights of the tests' models must not push out those of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENPATH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

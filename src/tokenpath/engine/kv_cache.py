@@ -11,10 +11,12 @@ however far beyond the window the prefix reaches.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from tokenpath.engine.kernels.packed import huge_memory
 from tokenpath.models.architecture import ModelConfig
 from tokenpath.protocol.errors import SpecError
 
@@ -40,12 +42,16 @@ def allocate_kv_cache(
     """Zeroed pools for ``num_blocks`` blocks of ``block_tokens`` tokens.
 
     They are zeroed rather than left uninitialised so that the memory is really there: a machine
-    without enough of it fails at the start, not in the middle of somebody's request.
+    without enough of it fails at the start, not in the middle of somebody's request. On a CPU they
+    lie on huge pages, where there are some: attention jumps from block to block.
     """
     shape = (num_blocks, block_tokens, config.kv_heads, config.head_dim)
 
     def pool() -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        if torch.device(device).type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        memory = huge_memory(math.prod(shape) * dtype.itemsize)
+        return torch.from_numpy(memory).view(dtype).view(shape).zero_()
 
     return KvCache(tuple(KvLayer(pool(), pool()) for _ in range(config.layers)))
 

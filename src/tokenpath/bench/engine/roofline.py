@@ -173,7 +173,7 @@ def _native_products(module: Any, kernels: str, count: int) -> Call:
     rounded = program.buffer(_WIDTH, True)
     made = program.buffer(_OUTPUTS, False)
     program.embed(source, matrices[0], 1.0)
-    program.quantize(source, rounded, _WIDTH)
+    program.quantize(source, rounded, _WIDTH, True)
     for matrix in matrices:
         program.matmul(rounded, made, matrix, False, "", False)
     rows = np.arange(ROWS)
