@@ -7,7 +7,7 @@ SPEC ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format soak bench-load docs clean
+.PHONY: help setup serve test check format soak bench-load bench-peers docs clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ soak: .venv/.complete ## Property tests with 10,000 examples, and every equality
 
 bench-load: .venv/.complete ## Latency and throughput of both models at 1, 8 and 32 callers (15 minutes)
 	@$(BIN)/python bench/levels.py $(ARGS)
+
+bench-peers: .venv/.complete ## tokenpath beside other engines (hours): ARGS='--rounds 1 --only decode_8_64'
+	@$(BIN)/tokenpath models pull $(or $(MODEL),qwen2.5-coder-1.5b)
+	@$(BIN)/python -m bench.peers.compare $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 docs: .venv/.complete ## Rewrite docs/reference/{spec,cli,errors}.md from the code
 	$(BIN)/python -m tokenpath.cli.reference docs/reference

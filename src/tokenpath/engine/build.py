@@ -128,6 +128,14 @@ def dtype_for(config: ModelConfig, settings: EngineSettings) -> memory.Dtype:
     return settle_dtype(settings.dtype, settings.device, native=native)
 
 
+_SMALLER: dict[memory.Dtype, str] = {
+    "float32": "; bfloat16 takes half",
+    "bfloat16": "; int8 takes half",
+    "int8": "; int4 takes less",
+}
+"""What to say of the next smaller type."""
+
+
 class _ModelText:
     """A model's tokenizer as the core wants it."""
 
@@ -165,7 +173,7 @@ def _check_memory(
     fits = (available - fixed) // block_bytes * block_bytes
     have = f"{human_bytes(available)} of memory are available"
     if fits < block_bytes:
-        hint = "; bfloat16 takes half" if element == "float32" else ""
+        hint = _SMALLER.get(element, "")
         raise ModelError(
             f"{model.name} does not fit: {have}, but its weights take {human_bytes(weights)} in "
             f"{element} and running them {human_bytes(fixed - weights)} more{hint}"

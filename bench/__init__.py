@@ -1,0 +1,1 @@
+"""Programs that measure tokenpath, and its peers beside it. Nothing of this is installed."""

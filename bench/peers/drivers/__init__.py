@@ -1,0 +1,1 @@
+"""One driver per rival. Each runs in its rival's environment: standard library and rival only."""
