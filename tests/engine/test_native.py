@@ -10,7 +10,7 @@ from reference import SMALL_MODELS, saved, small_reference
 from tokenpath import Engine, SamplingParams
 from tokenpath.engine.kernels.native_module import VARIABLE, chosen_kernels, native_module
 from tokenpath.engine.kernels.native_program import obstacle
-from tokenpath.engine.kernels.quantize import quantize_rows, to_int4, to_int8
+from tokenpath.engine.kernels.quantize import BLOCK, RUN, quantize_rows, to_int4, to_int8
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models.local import LocalModel, open_model
 from tokenpath.protocol.errors import SpecError
@@ -134,18 +134,21 @@ def test_a_row_with_nan_is_nan():
 @pytest.mark.parametrize("columns", [32, 96, 256, 640])
 @pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
 def test_int4_is_within_half_a_step(columns, size):
-    """The step is a 15th of a group's range, or of its distance from zero, and up to a 255th of
-    the block's largest more."""
-    weight = (
-        torch.randn(70, columns) * size * torch.logspace(-1, 0, columns // 32).repeat_interleave(32)
-    )
-    rounded = to_int4(weight)
+    """A step is a 15th of a group's reach, zero included, and what rounding up its scale and its
+    minimum to 255ths of the block's largest adds."""
+    fading = torch.logspace(-1, 0, columns // 32).repeat_interleave(32)
+    weight = torch.randn(70, columns) * size * fading
     groups = weight.view(70, -1, 32)
     reach = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
-    error = (rounded.dequantize() - weight).abs().view_as(groups).amax(-1)
-    assert (
-        error <= 0.5 * (reach / 15 + weight.abs().amax() / 255 / 15 + weight.abs().amax() * 0.01)
-    ).all()
+    step = (reach + 4 * weight.abs().amax() / 255) / 15 + 2**-23
+    error = (to_int4(weight).dequantize() - weight).abs().view_as(groups).amax(-1)
+    assert (error <= 0.51 * step).all()
+
+
+@needs_native
+def test_python_and_the_module_cut_weights_alike():
+    native = native_module()
+    assert (native.RUN, native.BLOCK) == (RUN, BLOCK)
 
 
 @needs_native

@@ -37,10 +37,6 @@ class Int8Weight:
         """Memory of the weight."""
         return self.codes.nbytes + self.scale.nbytes
 
-    def rows(self, order: torch.Tensor) -> Int8Weight:
-        """The same rows in another order."""
-        return Int8Weight(self.codes[order], self.scale[order])
-
     def dequantize(self) -> torch.Tensor:
         """float32 [N, K]."""
         return self.codes.float() * self.scale[:, None]
@@ -74,10 +70,6 @@ class Int4Weight:
     def nbytes(self) -> int:
         """Memory of the weight."""
         return sum(part.nbytes for part in self.parts)
-
-    def rows(self, order: torch.Tensor) -> Int4Weight:
-        """The same rows in another order."""
-        return Int4Weight(*(part[order] for part in self.parts))
 
     def dequantize(self) -> torch.Tensor:
         """float32 [N, K]."""
