@@ -89,6 +89,11 @@ def test_any_text_is_a_source_or_a_model_error(text):
         assert source.text and source.name is not None
 
 
+def test_the_home_of_an_unknown_user_is_named():
+    with pytest.raises(ModelError, match="'~nobody-here"):
+        parse_source("~nobody-here/m.gguf")
+
+
 def test_resolve_uses_a_path_where_it_lies(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF")

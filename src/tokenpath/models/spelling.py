@@ -148,7 +148,13 @@ def _pypi(rest: str) -> PypiSource:
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser().absolute()
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:  # what pathlib raises for a user that it does not know
+        raise ModelError(
+            f"{text!r} begins with the home folder of a user that this machine does not know; "
+            "give the whole path, or begin it with ./"
+        ) from error
 
 
 def _advice(text: str) -> str:
