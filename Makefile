@@ -7,7 +7,7 @@ SPEC ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format soak bench-load bench-peers docs clean
+.PHONY: help setup serve test check format soak arm bench-load bench-peers docs clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ soak: .venv/.complete ## Property tests with 10,000 examples, and every equality
 	@$(BIN)/tokenpath models pull qwen2.5-coder-1.5b
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/policy tests/engine/test_gemma_equality.py \
 		tests/engine/test_invariance.py --timeout 3600
+
+arm: ## Compile the native kernels for Arm, with a compiler in an environment of its own
+	@scripts/arm.sh
 
 bench-load: .venv/.complete ## Latency and throughput of both models at 1, 8 and 32 callers (15 minutes)
 	@$(BIN)/python bench/levels.py $(ARGS)

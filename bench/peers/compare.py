@@ -28,7 +28,7 @@ from bench.peers.sitting import run, turns
 from bench.peers.table import Results, document, markdown
 from bench.peers.text import token_windows
 from tokenpath.config.paths import models_dir
-from tokenpath.engine.cpus import usable_cpus
+from tokenpath.engine.cpus import default_threads
 from tokenpath.models.source import resolve
 from tokenpath.protocol.errors import TokenpathError
 
@@ -38,7 +38,7 @@ class Field:
 
     def __init__(self, model: str, options: argparse.Namespace, journal: Path) -> None:
         self._model = model
-        self._threads = options.threads or usable_cpus()
+        self._threads = options.threads or default_threads()
         self._limits = Limits(load_s=options.load_limit, work_s=options.work_limit)
         self._log = journal.with_suffix(".log")
         self._source = resolve(model, models_dir=models_dir())
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run(todo, field.measure, journal, now=lambda: dt.datetime.now(dt.UTC).isoformat())
     results = Results(journal.entries, contenders)
     heading = (
-        f"{options.model}, {options.threads or usable_cpus()} threads, "
+        f"{options.model}, {options.threads or default_threads()} threads, "
         f"{options.rounds} rounds, {started:%d %B %Y}, tokens/s as medians."
     )
     page = markdown(results, works, unavailable=field.unavailable, heading=heading)

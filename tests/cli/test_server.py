@@ -15,6 +15,7 @@ from tokenpath.cli import server as server_module
 from tokenpath.cli.server import Door, Server
 from tokenpath.config.spec import Spec
 from tokenpath.gateway.auth import Authenticator
+from tokenpath.policy.cpu_shares import Division, Share
 from tokenpath.protocol.errors import ModelFileError
 from tokenpath.protocol.events import Finish, FinishReason, TokenDelta, Usage
 from tokenpath.protocol.replica import ModelCard, ReplicaState, ReplicaStats
@@ -108,6 +109,7 @@ class Run:
         self.server = Server(
             spec=spec,
             models=[model],
+            division=Division((Share(2, (0, 1)),), 2),
             bound=bound,
             authenticator=Authenticator(None, mode="none"),
             door=lambda: Door(line="the door", key_needed=False),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.build import build_engine
-from tokenpath.engine.cpus import usable_cpus
 from tokenpath.models import memory
 from tokenpath.models.local import open_model
 from tokenpath.protocol.errors import ModelError, SpecError
@@ -20,11 +17,11 @@ def model(gemma_path):
     return open_model(gemma_path)
 
 
-def refuse(model, available: int, **settings) -> str:
+def refuse(model, available: int, *, dtype: str = "float32", **settings) -> str:
     with pytest.raises((ModelError, SpecError)) as caught:
         build_engine(
             model,
-            EngineSettings(dtype="float32", threads=1, **settings),
+            EngineSettings(dtype=dtype, threads=1, **settings),
             name="gemma",
             available_bytes=lambda: available,
         )
@@ -40,11 +37,30 @@ def test_weights_that_do_not_fit_are_refused_with_the_numbers(model):
 
 
 @pytest.mark.real_model
-def test_too_large_a_pool_is_refused_with_the_largest_that_fits(model):
+@pytest.mark.parametrize(
+    ("dtype", "weights", "hint"),
+    [("int8", "270.8 MB in int8", "; int4 takes less"), ("int4", "227.9 MB in int4", "")],
+)
+def test_packed_weights_that_do_not_fit_are_refused_too(model, dtype, weights, hint):
+    message = refuse(model, 1_200_000_000, dtype=dtype)
+    assert "1.2 GB of memory are available" in message
+    assert f"weights take {weights}" in message
+    assert message.endswith(f"more{hint}")
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("unit", ["bytes", "tokens"])
+def test_too_large_a_pool_is_refused_with_the_largest_that_fits(model, dtype, unit):
     available = 3_000_000_000
-    message = refuse(model, available, kv_cache_bytes=1 << 40)
+    key = f"kv_cache_{unit}"
+    message = refuse(model, available, dtype=dtype, **{key: 1 << 40})
+    assert f"the largest {key} that fits is " in message
     fits = int(message.rsplit(" ", 1)[1])
-    assert 0 <= available - memory.needed_bytes(model, "float32", fits) < 1_000_000
+    token = model.config.kv_bytes_per_token(4 if dtype == "float32" else 2)
+    pool = fits * (1 if unit == "bytes" else token)
+    # One block of 16 tokens more would be too much.
+    assert 0 <= available - memory.needed_bytes(model, dtype, pool) < 16 * token
 
 
 @pytest.mark.real_model
@@ -81,44 +97,3 @@ def test_card_tells_what_was_built(model):
     assert all(0 <= fraction <= 1 for _, fraction in told)
     assert told[-1][1] == 1
     assert core.stats().resident_bytes > 100_000_000
-
-
-def group(tmp_path, files: dict[str, str]):
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "limit"),
-    [
-        ("0::/a/b\n", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 2),
-        ("0::/a/b\n", {"a/b/cpu.max": "10000 100000\n"}, 1),
-        ("0::/somewhere/of/the/host\n", {"cpu.max": "300000 100000\n"}, 3),
-        ("0::/\n", {}, 99),
-        (
-            "3:cpu,cpuacct:/x\n",
-            {"cpu/x/cpu.cfs_quota_us": "200000", "cpu/x/cpu.cfs_period_us": "100000"},
-            2,
-        ),
-        (
-            "3:cpu,cpuacct:/x\n",
-            {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"},
-            99,
-        ),
-    ],
-)
-def test_cpus_are_those_that_quota_and_affinity_leave(
-    tmp_path, monkeypatch, membership, files, limit
-):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    group(tmp_path, files)
-    own = tmp_path / "self_cgroup"
-    own.write_text(membership)
-    assert usable_cpus(own_cgroups=own, cgroup_root=tmp_path) == min(limit, 8)
-
-
-def test_cpus_without_control_groups(tmp_path):
-    missing = tmp_path / "none"
-    assert usable_cpus(own_cgroups=missing, cgroup_root=missing) == len(os.sched_getaffinity(0))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from tokenpath.cli.models import app
 from tokenpath.models import pull as pull_module
 from tokenpath.models.library import MANIFEST, Library
+from tokenpath.models.sizes import human_bytes
 from tokenpath.models.source import parse_source
 from tokenpath.protocol.errors import ModelError
 
@@ -146,6 +147,38 @@ def test_rm_asks_and_takes_no_for_an_answer(models_dir):
     assert model.path.exists()
     assert run("rm", "gemma-3-270m", text="y\n").exit_code == 0
     assert not model.folder.exists()
+
+
+def test_rm_removes_the_packed_weights_of_that_model_only(models_dir, gguf, tmp_path):
+    from tokenpath.config.paths import cache_dir
+    from tokenpath.engine.packed_cache import PackedCache
+
+    gone = put(models_dir, "gemma-3-270m", {"g.gguf": gguf.read_bytes()})
+    kept = put(models_dir, "pypi:tiny", {"t.gguf": gguf.read_bytes()})
+    cache = PackedCache(cache_dir() / "packed")
+    for model in (gone, kept):
+        for dtype in ("int8", "int4"):
+            pack(model.path, cache, dtype)
+    doomed, others = cache.of(gone.folder), cache.of(kept.folder)
+    assert (len(doomed), len(others)) == (2, 2)
+    sizes = sum(path.stat().st_size for path in doomed)
+    result = run("rm", "gemma-3-270m", text="y\n")
+    assert f"{human_bytes(sizes)} of them packed weights" in result.stdout
+    assert "are free again" in result.stderr
+    assert sorted(cache.folder.glob("*.packed")) == sorted(others)
+
+
+def pack(path, cache, dtype):
+    """What an engine's first start does."""
+    import torch
+
+    from tokenpath.engine.runner import ModelRunner
+    from tokenpath.models.local import open_model
+
+    ModelRunner(
+        open_model(path), dtype=torch.bfloat16, device="cpu", num_blocks=2, block_tokens=16,
+        bits=8 if dtype == "int8" else 4, packed_cache=cache,
+    )  # fmt: skip
 
 
 def test_rm_removes_what_is_half_there(models_dir):

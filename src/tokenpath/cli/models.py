@@ -129,7 +129,8 @@ def rm(
     *,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a pulled model, or what an unfinished pull left of one."""
+    """Delete a pulled model with its packed weights, or what an unfinished pull left of one."""
+    from tokenpath.engine.packed_cache import PackedCache  # noqa: PLC0415 - keeps --help fast
     from tokenpath.models.sizes import human_bytes  # noqa: PLC0415 - keeps --help fast
     from tokenpath.models.source import PathSource, parse_source  # noqa: PLC0415
     from tokenpath.protocol.errors import ModelError  # noqa: PLC0415
@@ -142,9 +143,16 @@ def rm(
     held = library.partial_bytes(parsed) + (pulled.bytes if pulled else 0)
     if not held:
         raise ModelError(f"{parsed.text} is not pulled")
+    cache = PackedCache.usual() if pulled else None
+    packed = 0
+    if cache is not None and pulled is not None:
+        packed = sum(path.stat().st_size for path in cache.of(pulled.folder))
     if not yes:
-        typer.confirm(f"Delete {parsed.text} ({human_bytes(held)})?", abort=True)
+        of_them = f", {human_bytes(packed)} of them packed weights" if packed else ""
+        typer.confirm(f"Delete {parsed.text} ({human_bytes(held + packed)}{of_them})?", abort=True)
     freed = library.remove(parsed)
+    if cache is not None and pulled is not None:
+        freed += cache.remove(pulled.folder)
     typer.echo(f"{parsed.text} is deleted; {human_bytes(freed)} are free again", err=True)
 
 

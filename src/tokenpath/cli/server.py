@@ -28,6 +28,7 @@ from tokenpath.fleet.local import LocalFleet, LocalReplica, ReplicaPlan
 from tokenpath.gateway.app import App, create_app
 from tokenpath.gateway.auth import Authenticator
 from tokenpath.observe.metrics import Metrics
+from tokenpath.policy.cpu_shares import Division, Share
 from tokenpath.router.router import Router
 from tokenpath.router.served import ServedModel
 
@@ -66,6 +67,7 @@ class Server:
         *,
         spec: Spec,
         models: Sequence[ReadyModel],
+        division: Division,
         bound: socket.socket,
         authenticator: Authenticator,
         door: Callable[[], Door],
@@ -73,6 +75,7 @@ class Server:
     ) -> None:
         self._spec = spec
         self._models = models
+        self._division = division
         self._bound = bound
         self._authenticator = authenticator
         self._door = door
@@ -85,12 +88,14 @@ class Server:
         Raises the error of an engine that cannot load its model.
         """
         asked = _on_signals()
-        fleet = LocalFleet([_replica_plan(m) for m in self._models], on_progress=self._progressed)
+        shares = self._division.shares
+        plans = [_replica_plan(*each) for each in zip(self._models, shares, strict=True)]
+        fleet = LocalFleet(plans, on_progress=self._progressed)
         app = create_app(
             spec=self._spec,
             router=Router(_served(self._models, fleet.replicas)),
             authenticator=self._authenticator,
-            metrics=Metrics(),
+            metrics=self._metrics(),
         )
         http = _QuietServer(_http_config(app))
         listening.listen(self._bound)
@@ -153,6 +158,14 @@ class Server:
             self._loading[replica_id] = what
             self._say(f"Loading {replica_id}: {what} …")
 
+    def _metrics(self) -> Metrics:
+        metrics = Metrics()
+        threads = {
+            m.name: s.threads for m, s in zip(self._models, self._division.shares, strict=True)
+        }
+        metrics.cpus_divided(self._division.capacity, threads)
+        return metrics
+
     async def _drain(self, app: App) -> None:
         grace_s = self._spec.gateway.shutdown_grace_s
         running = app.draining.running
@@ -193,12 +206,18 @@ def _on_signals() -> asyncio.Event:
     return asked
 
 
-def _replica_plan(model: ReadyModel) -> ReplicaPlan:
+def replica_id(model: ReadyModel) -> str:
+    """Of a model's one replica."""
+    return f"{model.name}-0"
+
+
+def _replica_plan(model: ReadyModel, share: Share) -> ReplicaPlan:
     return ReplicaPlan(
-        replica_id=f"{model.name}-0",
+        replica_id=replica_id(model),
         name=model.name,
         model=model.local.path,
-        engine=model.spec.engine,
+        engine=model.spec.engine.model_copy(update={"threads": share.threads}),
+        cpus=share.cpus,
     )
 
 

@@ -15,9 +15,10 @@ import uvloop
 from tokenpath.cli import banner, listening
 from tokenpath.cli.banner import Say
 from tokenpath.cli.deployment import prepare
-from tokenpath.cli.server import Door, Server
+from tokenpath.cli.server import Door, Server, replica_id
 from tokenpath.config.paths import models_dir, state_file
 from tokenpath.config.spec import Gateway, Spec
+from tokenpath.fleet.cpu_division import divided_cpus
 from tokenpath.gateway.auth import Authenticator
 from tokenpath.models.progress import Progress
 from tokenpath.models.progress_terminal import terminal_progress
@@ -60,9 +61,11 @@ def _start(spec: Spec, *, say: Say, progress: Progress) -> int:
             cleanup.callback(watcher.stop)
         listening.check_exposure(bound, auth=gateway.auth, ever_created=ever_created)
         models = prepare(spec, models_dir=models_dir(), progress=progress, say=say)
+        threads = {replica_id(model): model.spec.engine.threads for model in models}
         server = Server(
             spec=spec,
             models=models,
+            division=cleanup.enter_context(divided_cpus(threads)),
             bound=bound,
             authenticator=Authenticator(watcher, mode=gateway.auth),
             door=lambda: _door(gateway, watcher),

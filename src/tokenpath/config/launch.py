@@ -134,6 +134,8 @@ class EngineLaunch(BaseModel):
     """Where gateways connect: ``unix:PATH`` or ``tcp:HOST:PORT``."""
     engine: EngineSettings = EngineSettings()
     """The engine's own settings."""
+    cpus: list[int] | None = None
+    """Run on these CPUs only. None: wherever the process may."""
     tls: ServerTls | None = None
     """For ``tcp:`` addresses that are reached from other machines."""
     parent_pid: int | None = None

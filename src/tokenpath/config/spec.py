@@ -78,7 +78,8 @@ class EngineSettings(_Strict):
     device: str = "cpu"
     """A torch device."""
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None
-    """Compute threads. None: the CPUs that the process may use."""
+    """Compute threads. None: this engine's part of the CPUs that the server may use, which are
+    divided equally among the models that name no number; one thread a core."""
     kv_cache_tokens: Annotated[int, Field(gt=0)] | None = None
     """Tokens the KV pool can hold. None: as many as ``kv_cache_bytes`` allows."""
     kv_cache_bytes: Annotated[int, Field(gt=0)] = 1 << 30

@@ -27,6 +27,7 @@ from tokenpath.config.launch import (
     TcpAddress,
     parse_address,
 )
+from tokenpath.engine.cpus import stay_on
 from tokenpath.engine.server import EXIT_OK, EngineServer
 from tokenpath.engine.worker import Core, Load, Progress
 from tokenpath.protocol.errors import SpecError, TokenpathError
@@ -88,6 +89,7 @@ def run(launch: EngineLaunch, token: str, load: Load) -> int:
     logging.basicConfig(
         stream=sys.stderr, level=launch.log_level.upper(), format=LOG_FORMAT, force=True
     )
+    _stay_on(launch.cpus)
     address = parse_address(launch.listen)
     tls = None if launch.tls is None else launch.tls.context()
     if isinstance(address, TcpAddress):
@@ -104,6 +106,15 @@ def run(launch: EngineLaunch, token: str, load: Load) -> int:
         return await server.serve(address, tls)
 
     return uvloop.run(serve())
+
+
+def _stay_on(cpus: list[int] | None) -> None:
+    if cpus is None:
+        return
+    try:
+        stay_on(cpus)
+    except OSError as error:  # they were there when the parent chose them
+        log.warning("the engine is not held to its CPUs %s: %s", cpus, error)
 
 
 def end_process(exit_code: int) -> NoReturn:

@@ -9,7 +9,7 @@ import torch
 
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
-from tokenpath.engine.cpus import usable_cpus
+from tokenpath.engine.cpus import default_threads
 from tokenpath.engine.kernels.native_module import chosen_kernels
 from tokenpath.engine.kernels.native_program import obstacle
 from tokenpath.engine.kv_cache import kv_blocks_for
@@ -58,7 +58,7 @@ def build_engine(
             f"dtype {settings.dtype!r} runs on the CPU only; use 'bfloat16' on {settings.device!r}",
             param="dtype",
         )
-    torch.set_num_threads(settings.threads or usable_cpus())
+    torch.set_num_threads(settings.threads or default_threads())
     context = min(model.config.max_context_tokens, settings.max_context_tokens or 1 << 62)
     num_blocks = kv_blocks_for(
         model.config,
@@ -70,7 +70,7 @@ def build_engine(
     )
     block_bytes = settings.block_tokens * model.config.kv_bytes_per_token(dtype.itemsize)
     if device.type == "cpu":
-        _check_memory(model, held, num_blocks, block_bytes, available_bytes())
+        _check_memory(model, held, settings, num_blocks, block_bytes, available_bytes())
     if progress is not None:
         progress("reading the tokenizer", 0.0)
     tokenizer = model.tokenizer()
@@ -162,7 +162,12 @@ def _device(name: str) -> torch.device:
 
 
 def _check_memory(
-    model: LocalModel, element: memory.Dtype, num_blocks: int, block_bytes: int, available: int
+    model: LocalModel,
+    element: memory.Dtype,
+    settings: EngineSettings,
+    num_blocks: int,
+    block_bytes: int,
+    available: int,
 ) -> None:
     """Refuse what would be killed, or would swap, and say what would fit."""
     weights = memory.weight_bytes(model, element)
@@ -170,17 +175,21 @@ def _check_memory(
     pool = num_blocks * block_bytes
     if fixed + pool <= available:
         return
-    fits = (available - fixed) // block_bytes * block_bytes
+    blocks = (available - fixed) // block_bytes
     have = f"{human_bytes(available)} of memory are available"
-    if fits < block_bytes:
+    if blocks < 1:
         hint = _SMALLER.get(element, "")
         raise ModelError(
             f"{model.name} does not fit: {have}, but its weights take {human_bytes(weights)} in "
             f"{element} and running them {human_bytes(fixed - weights)} more{hint}"
         )
+    if settings.kv_cache_tokens is None:
+        key, largest = "kv_cache_bytes", blocks * block_bytes
+    else:
+        key, largest = "kv_cache_tokens", blocks * settings.block_tokens
     raise SpecError(
         f"{model.name} does not fit with a KV cache of {human_bytes(pool)}: {have}, and "
         f"{human_bytes(fixed)} of it go to the weights and to running them; the largest "
-        f"kv_cache_bytes that fits is {fits}",
-        param="kv_cache_bytes",
+        f"{key} that fits is {largest}",
+        param=key,
     )

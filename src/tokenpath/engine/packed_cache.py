@@ -160,8 +160,20 @@ class PackedCache:
 
     def of(self, source: Path) -> list[Path]:
         """The files that were packed from a model file or from anything in a folder."""
-        root = source.absolute()
-        return [path for path, index in self._known() if Path(index.source).is_relative_to(root)]
+        roots = {source.absolute(), source.resolve()}
+        return [
+            path
+            for path, index in self._known()
+            if any(Path(index.source).is_relative_to(root) for root in roots)
+        ]
+
+    def remove(self, source: Path) -> int:
+        """Delete what ``of`` finds; returns the bytes freed. Whoever has it mapped keeps it."""
+        freed = 0
+        for path in self.of(source):
+            freed += path.stat().st_size
+            path.unlink()
+        return freed
 
     def _path(self, form: str, identity: str) -> Path:
         return self.folder / f"{form}-{identity[:32]}{_SUFFIX}"

@@ -55,6 +55,8 @@ class ReplicaPlan:
     model: Path
     """A GGUF file or a Hugging Face folder."""
     engine: EngineSettings
+    cpus: tuple[int, ...] | None = None
+    """Where it may run. None: wherever this process may."""
 
 
 OnProgress = Callable[[str, str, float], None]
@@ -223,6 +225,7 @@ class LocalReplica:
                 name=self._plan.name,
                 model=self._plan.model,
                 engine=self._plan.engine,
+                cpus=self._plan.cpus,
                 logger=self._log,
                 command=self._command,
             )

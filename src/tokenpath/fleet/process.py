@@ -54,6 +54,7 @@ class EngineProcess:
         name: str,
         model: Path,
         engine: EngineSettings,
+        cpus: Sequence[int] | None,
         logger: logging.Logger,
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> EngineProcess:
@@ -67,6 +68,7 @@ class EngineProcess:
             name=name,
             model=model,
             engine=engine,
+            cpus=None if cpus is None else list(cpus),
             listen=str(UnixAddress(_socket_path(folder))),
             parent_pid=os.getpid(),
             log_level=_level_name(logger.getEffectiveLevel()),

@@ -8,7 +8,7 @@ stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -70,6 +70,24 @@ class Metrics:
             buckets=_STAGE_BUCKETS,
             registry=self.registry,
         )
+
+        self._cpus = Gauge(
+            "tokenpath_usable_cpus",
+            "CPUs' worth of time that the engines of this server have together.",
+            registry=self.registry,
+        )
+        self._threads = Gauge(
+            "tokenpath_compute_threads",
+            "Compute threads of an engine; more of them than usable CPUs take each other's time.",
+            ["model", "replica"],
+            registry=self.registry,
+        )
+
+    def cpus_divided(self, usable: int, threads: Mapping[str, int]) -> None:
+        """Note what each model's one replica computes with."""
+        self._cpus.set(usable)
+        for model, count in threads.items():
+            self._threads.labels(model, "0").set(count)
 
     def request_began(self) -> None:
         """Count a request into ``tokenpath_requests_in_flight``."""
