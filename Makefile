@@ -7,10 +7,10 @@ SPEC ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format soak arm bench-load bench-peers docs clean
+.PHONY: help setup serve test check format soak arm bench-load bench-peers bench-peers-http docs clean
 
 help: ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.complete ## Make .venv with everything in it
 
@@ -51,6 +51,10 @@ bench-load: .venv/.complete ## Latency and throughput of both models at 1, 8 and
 bench-peers: .venv/.complete ## tokenpath beside other engines (hours): ARGS='--rounds 1 --only decode_8_64'
 	@$(BIN)/tokenpath models pull $(or $(MODEL),qwen2.5-coder-1.5b)
 	@$(BIN)/python -m bench.peers.compare $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+bench-peers-http: .venv/.complete ## Servers under one load over HTTP (hours): ARGS='--trace FILE.csv --rounds 3'
+	@$(BIN)/tokenpath models pull $(or $(MODEL),qwen2.5-coder-1.5b)
+	@$(BIN)/python -m bench.peers.http.compare $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 docs: .venv/.complete ## Rewrite docs/reference/{spec,cli,errors}.md from the code
 	$(BIN)/python -m tokenpath.cli.reference docs/reference

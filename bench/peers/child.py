@@ -122,7 +122,7 @@ def _run(
         except (queue.Empty, subprocess.TimeoutExpired):
             raise _DriverError(f"no answer within {allowed:g} s") from None
         finally:
-            _end(child)
+            end(child)
     if status:
         how = f"signal {-status}" if status < 0 else f"status {status}"
         raise _DriverError(f"ended with {how}: {last_line(log)}")
@@ -153,7 +153,7 @@ def _answers(line: str) -> Iterator[Answer]:
             yield Answer(name, said[name], said.get("error"))
 
 
-def _end(child: subprocess.Popen[str]) -> None:
+def end(child: subprocess.Popen[str]) -> None:
     """End the child and all that it started; it leads a process group of its own."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:

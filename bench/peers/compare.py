@@ -24,7 +24,7 @@ from bench.peers.install import UnavailableError, ensure, say
 from bench.peers.journal import Journal, JournalError
 from bench.peers.places import REPOSITORY, python_of, sittings_dir
 from bench.peers.rivals import CONTENDERS, Contender
-from bench.peers.sitting import run, turns
+from bench.peers.sitting import Turn, run, turns
 from bench.peers.table import Results, document, markdown
 from bench.peers.text import token_windows
 from tokenpath.config.paths import models_dir
@@ -62,8 +62,9 @@ class Field:
             self._windows.write_text(json.dumps(token_windows(self._source)))
         return ready
 
-    def measure(self, contender: Contender, works: Sequence[str]) -> Iterable[Answer]:
-        """Run a contender's driver for these works, or for its perplexity."""
+    def measure(self, turn: Turn[Contender]) -> Iterable[Answer]:
+        """Run a contender's driver for a turn's works, or for its perplexity."""
+        contender, works = turn.contender, turn.works
         say(f"{dt.datetime.now(dt.UTC):%H:%M:%S} {contender.name}: {', '.join(works)}")
         base = [
             str(python_of(contender.rival)), "-m", contender.driver,

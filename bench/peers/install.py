@@ -14,11 +14,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from bench.peers.places import environment_dir, peers_dir
-from bench.peers.rivals import OURS, RIVALS, Rival
+from bench.peers.rivals import OURS, RIVALS, Program, Rival
 
 _PIP = "pip==26.3"
 """Older ones download whole wheels to learn what they depend on."""
@@ -39,7 +40,7 @@ def ensure(rival_name: str) -> None:
     rival = RIVALS[rival_name]
     folder = environment_dir(rival.name)
     marker = folder / ".packages"
-    wanted = "\n".join((*rival.packages, *(f"without {name}" for name in rival.unwanted)))
+    wanted = _description(rival)
     if marker.is_file() and marker.read_text() == wanted:
         return
     say(f"{rival.name}: installing {', '.join(rival.packages)} ({rival.needs})")
@@ -55,7 +56,40 @@ def ensure(rival_name: str) -> None:
         _run([*pip, "install", *rival.packages], out.name, rival)
         if rival.unwanted:
             _run([*pip, "uninstall", "--yes", *rival.unwanted], out.name, rival)
+        if rival.program:
+            _compile(rival.program, folder, pip, out.name, rival)
     marker.write_text(wanted)
+
+
+def _description(rival: Rival) -> str:
+    lines = [*rival.packages, *(f"without {name}" for name in rival.unwanted)]
+    if rival.program:
+        lines += [f"compiled {rival.program.target} of {rival.program.source}"]
+        lines += rival.program.options
+    return "\n".join(lines)
+
+
+def _compile(program: Program, folder: Path, pip: list[str], log: str, rival: Rival) -> None:
+    """Fetch the source, build the one target, and keep only it."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        fetched = Path(scratch)
+        name = program.source.partition("==")[0]
+        _run(
+            [*pip, "download", "--no-deps", f"--no-binary={name}", f"--dest={fetched}",
+             program.source], log, rival,
+        )  # fmt: skip
+        (archive,) = fetched.iterdir()
+        shutil.unpack_archive(archive, fetched, filter="data")
+        source = archive.with_suffix("").with_suffix("") / program.folder
+        build = fetched / "build"
+        tools = folder / "bin"
+        _run(
+            [str(tools / "cmake"), "-S", str(source), "-B", str(build), "-G", "Ninja",
+             f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release",
+             *program.options], log, rival,
+        )  # fmt: skip
+        _run([str(tools / "ninja"), "-C", str(build), program.target], log, rival)
+        shutil.copy2(build / "bin" / program.target, tools / program.target)
 
 
 def _run(command: list[str], log: str, rival: Rival) -> None:

@@ -8,9 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 OURS = "tokenpath"
 """The environment that this program itself runs in."""
+
+
+class Entrant(Protocol):
+    """Who takes part in a sitting."""
+
+    @property
+    def name(self) -> str:
+        """As in the journal and the tables."""
+        ...
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is tokenpath."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program that is compiled out of a package's source, into the environment's ``bin``."""
+
+    source: str
+    """The package, pinned."""
+    folder: str
+    """Of the CMake project, within the source."""
+    target: str
+    """What CMake calls the program."""
+    options: tuple[str, ...]
+    """Of CMake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +54,8 @@ class Rival:
     """Environment variables of the installation."""
     unwanted: tuple[str, ...] = ()
     """Packages that come along and break the import of others."""
+    program: Program | None = None
+    """Compiled after the packages are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +100,20 @@ RIVALS = {
             name="llama.cpp",
             packages=("llama-cpp-python==0.3.36",),
             build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+            needs="a C++ compiler; builds for 6 minutes on 2 idle cores",
+        ),
+        Rival(
+            name="llama-server",
+            packages=("cmake==4.4.4", "ninja==1.13.2"),
+            program=Program(
+                source="llama-cpp-python==0.3.36",
+                folder="vendor/llama.cpp",
+                target="llama-server",
+                options=(
+                    *("-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF"),
+                    *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
+                ),
+            ),
             needs="a C++ compiler; builds for 6 minutes on 2 idle cores",
         ),
         Rival(

@@ -8,39 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from bench.peers.child import PERPLEXITY, Answer
 from bench.peers.journal import Entry, Journal
-from bench.peers.rivals import Contender
+from bench.peers.rivals import Entrant
 
 ONCE = 0
 """The round of what is measured once."""
-Measure = Callable[[Contender, Sequence[str]], Iterable[Answer]]
+E = TypeVar("E", bound=Entrant)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Generic[E]):
     """One contender's turn in a round, with the works that it still owes."""
 
-    contender: Contender
+    contender: E
     round: int
     works: tuple[str, ...]
 
 
-def rotated(contenders: Sequence[Contender], round_number: int) -> list[Contender]:
+def rotated(contenders: Sequence[E], round_number: int) -> list[E]:
     """The order of a round, which begins one further each time."""
     first = (round_number - 1) % len(contenders) if contenders else 0
     return [*contenders[first:], *contenders[:first]]
 
 
 def turns(
-    contenders: Sequence[Contender],
+    contenders: Sequence[E],
     works: Sequence[str],
     rounds: int,
     journal: Journal,
     *,
     perplexity: bool,
-) -> Iterator[Turn]:
+) -> Iterator[Turn[E]]:
     """What is left to do, in order; nothing that the journal has already.
 
     Qualities do not drift: they are measured once, after the rounds.
@@ -56,11 +57,15 @@ def turns(
 
 
 def run(
-    todo: Iterable[Turn], measure: Measure, journal: Journal, *, now: Callable[[], str]
+    todo: Iterable[Turn[E]],
+    measure: Callable[[Turn[E]], Iterable[Answer]],
+    journal: Journal,
+    *,
+    now: Callable[[], str],
 ) -> None:
     """Take every turn and keep each answer as it comes."""
     for turn in todo:
-        for answer in measure(turn.contender, turn.works):
+        for answer in measure(turn):
             journal.add(
                 Entry(
                     contender=turn.contender.name,

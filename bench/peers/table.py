@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.peers.child import LOAD, MEMORY, PERPLEXITY
 from bench.peers.journal import Entry
-from bench.peers.rivals import Contender
+from bench.peers.rivals import Entrant
 
 NOTHING = "-"
 
@@ -41,7 +41,7 @@ class Comparison:
 class Results:
     """A sitting's entries, by contender and work."""
 
-    def __init__(self, entries: Iterable[Entry], contenders: Sequence[Contender]) -> None:
+    def __init__(self, entries: Iterable[Entry], contenders: Sequence[Entrant]) -> None:
         self.contenders = list(contenders)
         self.ours = {contender.name for contender in contenders if contender.ours}
         found: dict[tuple[str, str], list[Entry]] = {}
@@ -107,7 +107,7 @@ def markdown(
                 _number(results.cell(name, LOAD).median),
             ]
         )
-    parts = [heading, _table(ratios), _table(every), _table(beside)]
+    parts = [heading, table(ratios), table(every), table(beside)]
     failures = [
         *(f"- {name}: {reason}" for name, reason in unavailable.items()),
         *_failures(results, works),
@@ -167,7 +167,8 @@ def _number(value: float | None, digits: int = 1) -> str:
     return NOTHING if value is None else f"{value:,.{digits}f}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the first of them the head, as Markdown."""
     head, *body = rows
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

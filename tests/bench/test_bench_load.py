@@ -7,6 +7,7 @@ import time
 
 import pytest
 import sse_server
+from rich.console import Console
 from sse_server import Script
 
 from tokenpath.bench import load, progress, report, settings, table
@@ -241,6 +242,31 @@ async def test_mooncake_replay_sends_the_shared_blocks():
     assert script.arrived_at[2] - script.arrived_at[0] >= 0.09
 
 
+async def test_a_closed_loop_over_a_trace_takes_its_lengths_and_not_its_moments():
+    lines = [
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2023-11-16 18:00:00.0000000,80,1",
+        "2023-11-16 19:00:00.0000000,41,9",
+        "2023-11-16 20:00:00.0000000,7,17",
+    ]
+    options = {"trace_file": "a.csv", "concurrency": 2, "length_divisor": 8}
+    script = Script()
+    rows = settings.trace.parse_trace(lines, "a.csv")
+    configuration = settings.check(url="http://h/v1", seed=1, **options)
+    found = await measured(script, **options, plan=settings.plan(configuration, iter(rows)))
+    assert found.requests.completed == 3
+    assert sorted((len(b["prompt"]), b["max_tokens"]) for b in script.bodies) == [
+        (1, 3),
+        (6, 2),
+        (10, 1),
+    ]
+    assert found.configuration.mode == "closed"
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(table.render(found))
+    assert "closed loop, 2 in flight; trace a.csv, lengths / 8" in shown.get()
+
+
 async def test_an_error_of_the_plan_ends_the_run():
     def broken():
         yield next(settings.plan(settings.check(url="http://h/v1", seed=1, rate=100.0)))
@@ -251,8 +277,6 @@ async def test_an_error_of_the_plan_ends_the_run():
 
 
 async def test_report_as_json_and_as_table(capsys):
-    from rich.console import Console
-
     found = await measured(
         Script(fail_status=503, fail_from=3),
         requests=4,

@@ -318,6 +318,8 @@ def checked(**options):
         ({"rate": 1.0, "time_scale": 2.0}, ["--trace", "--time-scale", "contradict"]),
         ({"length_divisor": 2}, ["--trace", "--length-divisor", "contradict"]),
         ({"max_in_flight": 2}, ["closed loop", "--max-in-flight"]),
+        ({"trace_file": "x", "concurrency": 2, "time_scale": 2.0}, ["closed loop", "--time-scale"]),
+        ({"trace_file": "x", "concurrency": 2, "output_tokens": "5"}, ["--trace", "--output-tok"]),
         ({"api": Api.CHAT, "prompt_kind": PromptKind.TOKENS}, ["tokens", "chat", "contradict"]),
         ({"api": Api.CHAT, "vocabulary": "5-9"}, ["words", "--vocabulary", "contradict"]),
         ({"prompt_tokens": "16", "shared_prefix_tokens": 16}, ["--shared-prefix-tokens", "below"]),

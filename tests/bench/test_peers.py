@@ -120,9 +120,9 @@ def test_a_sitting_measures_all_and_goes_on_where_it_was_interrupted(tmp_path):
     works = ("x", "y")
     asked = []
 
-    def measuring(contender, wanted):
-        asked.append((contender.name, tuple(wanted)))
-        for work in wanted:
+    def measuring(turn):
+        asked.append((turn.contender.name, turn.works))
+        for work in turn.works:
             if len(asked) == 4 and work == "y":
                 raise KeyboardInterrupt
             yield Answer(work, 1.0)

@@ -105,8 +105,13 @@ def serve(driver: Callable[[Settings], Driver], arguments: Sequence[str] | None 
         say({"rss_bytes": peak_resident_bytes()})
 
 
-def peak_resident_bytes() -> int:
-    """Peak resident memory of this process and of those it started, as far as they live."""
+def cpu_numbers(count: int) -> tuple[int, ...]:
+    """The numbers of so many CPUs that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0))[:count])
+
+
+def peak_resident_bytes(root: int | None = None) -> int:
+    """Peak resident memory of a process (this one) and of those it started, as far as they live."""
     parents: dict[int, int] = {}
     peaks: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -117,7 +122,7 @@ def peak_resident_bytes() -> int:
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         parents[int(folder.name)] = int(fields["PPid"])
         peaks[int(folder.name)] = 1024 * int(fields.get("VmHWM", "0 kB").split()[0])
-    family = {os.getpid()}
+    family = {os.getpid() if root is None else root}
     while children := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= children
     return sum(peaks.get(pid, 0) for pid in family)

@@ -1,17 +1,20 @@
 """Drives vLLM for CPU through its engine, with token ids, step by step.
 
-Options: ``batch_tokens=N`` (budget of a step). vLLM's engine core runs in a process of its own, as
-it does when it serves; its outputs are counted as they come.
+Options: ``batch_tokens=N`` (budget of a step), ``reserve=N`` (CPUs without a compute thread; vLLM
+by itself leaves one, which of two is half). vLLM's engine core runs in a process of its own, as it
+does when it serves; its outputs are counted as they come.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from bench.peers.drivers.harness import Measured, Settings, serve
+from bench.peers.drivers.harness import Measured, Settings, cpu_numbers, serve
 from bench.peers.drivers.works import DECODE_STEPS, Decode, Prefill
 
 _KV_BYTES = 3 * 2**30
@@ -22,7 +25,8 @@ class Vllm:
 
     def __init__(self, settings: Settings) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(-(-_KV_BYTES // 2**30)))
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "auto")
+        cpus = cpu_numbers(settings.threads - int(settings.options.get("reserve", "0")))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cpus)))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - reads the variables above
@@ -113,5 +117,14 @@ class Vllm:
         return request_id
 
 
+def preload_openmp() -> None:
+    """Begin anew with Intel's OpenMP: vLLM's documentation asks for it, its package has it."""
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if "LD_PRELOAD" not in os.environ and library.exists():
+        arguments = [sys.executable, "-m", "bench.peers.drivers.vllm", *sys.argv[1:]]
+        os.execve(sys.executable, arguments, os.environ | {"LD_PRELOAD": str(library)})
+
+
 if __name__ == "__main__":
+    preload_openmp()
     serve(Vllm)

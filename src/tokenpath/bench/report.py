@@ -228,7 +228,7 @@ def _notes(report: Report) -> list[str]:
             f"An output event carries {tokens.per_output_event:.2f} tokens on average; "
             "inter-token figures are of the gaps between events."
         )
-    if settings.shared_prefix_tokens == 0 and settings.mode != "trace" and tokens.prompt:
+    if settings.shared_prefix_tokens == 0 and settings.trace is None and tokens.prompt:
         # A chat template's own beginning is the same in every request and may well be cached.
         template = max(0, tokens.prompt - tokens.planned_prompt)
         unwanted = (tokens.cached_prompt or 0) - template

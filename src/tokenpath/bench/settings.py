@@ -30,7 +30,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api: Api
     api_key_env: str | None
     mode: str
-    """``closed``, ``poisson`` or ``trace``."""
+    """``closed``, ``poisson`` or ``trace`` (its moments; a closed loop may use its lengths)."""
     concurrency: int | None
     rate_per_s: float | None
     trace: str | None
@@ -94,12 +94,14 @@ def check(
 
     Raises ``SpecError`` naming the option at fault, or the two that contradict each other.
     """
-    given = {"--concurrency": concurrency, "--rate": rate, "--trace": trace_file}
-    chosen = [name for name, value in given.items() if value is not None]
-    if len(chosen) > 1:
-        raise SpecError(f"{' and '.join(chosen)} contradict each other; give one of them")
-    mode = {"--rate": "poisson", "--trace": "trace"}.get(chosen[0] if chosen else "", "closed")
-    if mode == "trace":
+    if rate is not None:
+        _refuse("--rate", {"--concurrency": concurrency, "--trace": trace_file})
+    mode = "closed"
+    if rate is not None:
+        mode = "poisson"
+    elif trace_file is not None and concurrency is None:
+        mode = "trace"
+    if trace_file is not None:
         _refuse(
             "--trace",
             {
@@ -117,7 +119,10 @@ def check(
             },
         )
     if mode == "closed":
-        _refuse("a closed loop (--concurrency)", {"--max-in-flight": max_in_flight})
+        _refuse(
+            "a closed loop (--concurrency)",
+            {"--max-in-flight": max_in_flight, "--time-scale": time_scale},
+        )
         concurrency = 1 if concurrency is None else concurrency
     kind = prompt_kind or (PromptKind.TOKENS if api is Api.COMPLETIONS else PromptKind.WORDS)
     if kind is PromptKind.TOKENS and api is Api.CHAT:
@@ -126,7 +131,7 @@ def check(
         _refuse("--prompts words", {"--vocabulary": vocabulary})
     prompt = output = None
     shared = shared_prefix_tokens or 0
-    if mode != "trace":
+    if trace_file is None:
         prompt = Length.parse(prompt_tokens or "128", "--prompt-tokens")
         output = Length.parse(output_tokens or "64", "--output-tokens")
         if shared >= prompt.low:
@@ -179,7 +184,7 @@ def check(
 def plan(
     settings: Settings, rows: Iterator[trace.TraceRow] | None = None
 ) -> Iterator[PlannedRequest]:
-    """Plan the measured requests; ``rows`` are the trace's in mode ``trace``."""
+    """Plan the measured requests; ``rows`` are the trace's, if there is one."""
     if rows is not None:
         return workload.from_trace(
             trace.scale(row, time_scale=settings.time_scale, length_divisor=settings.length_divisor)

@@ -77,10 +77,9 @@ def _load(settings: Settings) -> str:
     elif settings.mode == "poisson":
         load = f"Poisson arrivals, {settings.rate_per_s:g} a second"
     else:
-        return (
-            f"trace {Path(settings.trace or '').name}, time x {settings.time_scale:g}, lengths / "
-            f"{settings.length_divisor}"
-        )
+        load = f"replay, time x {settings.time_scale:g}"
+    if settings.trace is not None:
+        return f"{load}; trace {Path(settings.trace).name}, lengths / {settings.length_divisor}"
     shared = settings.shared_prefix_tokens
     prefix = f" ({shared} shared)" if shared else ""
     return f"{load}; prompt {settings.prompt_tokens}{prefix}, output {settings.output_tokens}"

@@ -54,7 +54,11 @@ def load(
     ] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Closed loop: keep N requests in flight. Default: 1."),
+        typer.Option(
+            metavar="N",
+            help="Closed loop: keep N requests in flight. Default: 1, unless --rate or --trace is "
+            "given.",
+        ),
     ] = None,
     rate: Annotated[
         float | None,
@@ -63,7 +67,10 @@ def load(
     trace_file: Annotated[
         str | None,
         typer.Option(
-            "--trace", metavar="FILE", help="Open loop: replay an Azure or Mooncake trace."
+            "--trace",
+            metavar="FILE",
+            help="Open loop: replay an Azure or Mooncake trace. With --concurrency only its "
+            "lengths and shared blocks, in its order.",
         ),
     ] = None,
     time_scale: Annotated[
@@ -235,11 +242,11 @@ def _trace_rows(configuration: settings.Settings) -> list[trace.TraceRow] | None
     """Read what will be replayed now, so that a bad line is told before the load starts."""
     if configuration.trace is None:
         return None
-    last = configuration.duration_s / configuration.time_scale
-    within = itertools.takewhile(
-        lambda row: row.offset_s <= last, trace.read_trace(Path(configuration.trace))
-    )
-    return list(itertools.islice(within, configuration.requests))
+    rows = trace.read_trace(Path(configuration.trace))
+    if configuration.mode == "trace":
+        last = configuration.duration_s / configuration.time_scale
+        rows = itertools.takewhile(lambda row: row.offset_s <= last, rows)
+    return list(itertools.islice(rows, configuration.requests))
 
 
 def _api_key(variable: str | None) -> str | None:
