@@ -273,7 +273,7 @@ class Decoder:
         if config.tie_embeddings:
             head = weights.tied(table)
         else:
-            head = weights.head("lm_head.weight", config.vocab_size, config.hidden_size)
+            head = weights.linear(("lm_head",), (config.vocab_size,), config.hidden_size, bias=False)
         return cls(
             backend=weights.backend,
             embedding=table,

@@ -54,10 +54,6 @@ class WeightLoader(Protocol):
         """An embedding table [rows, columns]."""
         ...
 
-    def head(self, name: str, rows: int, columns: int) -> Linear:
-        """The matrix [rows, columns] that makes logits."""
-        ...
-
     def tied(self, table: Table) -> Linear:
         """A table that is used as the head's matrix too."""
         ...
@@ -142,16 +138,9 @@ class CheckpointLoader:
         self.weight_bytes += rounded.nbytes
         return rounded
 
-    def head(self, name: str, rows: int, columns: int) -> Linear:
-        """See ``WeightLoader``."""
-        weight = self._take(name, (rows, columns)).to(device=self.device, dtype=self.dtype)
-        linear = self.backend.head(weight)
-        self.weight_bytes += linear.weight_bytes
-        return linear
-
     def tied(self, table: torch.Tensor) -> Linear:
         """See ``WeightLoader``."""
-        linear = self.backend.head(table)
+        linear = self.backend.tied(table)
         # A backend that keeps the table itself takes no further memory.
         self.weight_bytes += max(0, linear.weight_bytes - table.nbytes)
         return linear

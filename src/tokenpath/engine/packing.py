@@ -28,12 +28,12 @@ from tokenpath.engine.kernels.packed import (
 )
 from tokenpath.engine.kernels.quantize import BLOCK, GROUP, Bits, to_int4
 from tokenpath.engine.loading import Progress, TensorBook
-from tokenpath.models.layout import EMBEDDING, HEAD
+from tokenpath.models.layout import EMBEDDING
 from tokenpath.models.local import LocalModel
 from tokenpath.models.weights import StoredMatrix, open_matrix, read_tensor
 
-HEAD_BITS: Bits = 8
-"""Of embeddings and head: the last product decides between near equals."""
+TABLE_BITS: Bits = 8
+"""Of embeddings, and so of a head that is the same matrix."""
 _INTERLEAVED = 16
 """Gate's and partner's rows alternate in so many, so that one panel has both of its channels."""
 _WEIGHTS_AT_A_TIME = 1 << 20
@@ -62,10 +62,6 @@ class PackedLoader:
         return self._weights.matrix(_joined(names))
 
     def table(self, name: str, rows: int, columns: int) -> PackedMatrix:
-        del rows, columns
-        return self._weights.matrix(name)
-
-    def head(self, name: str, rows: int, columns: int) -> PackedMatrix:
         del rows, columns
         return self._weights.matrix(name)
 
@@ -158,13 +154,10 @@ class Packer:
         return matrix
 
     def table(self, name: str, rows: int, columns: int) -> PackedMatrix:
-        matrix = self._room_for(name, HEAD_BITS, rows, columns, bias=False)
+        matrix = self._room_for(name, TABLE_BITS, rows, columns, bias=False)
         source = self._open(name, rows, columns)
-        self._pack(matrix, 0, rows, HEAD_BITS, partial(self._rounded, HEAD_BITS, source))
+        self._pack(matrix, 0, rows, TABLE_BITS, partial(self._rounded, TABLE_BITS, source))
         return matrix
-
-    def head(self, name: str, rows: int, columns: int) -> PackedMatrix:
-        return self.table(name, rows, columns)
 
     def tied(self, table: PackedMatrix) -> PackedMatrix:
         return table
@@ -267,7 +260,7 @@ def packed_bytes(model: LocalModel, bits: Bits, native: Any) -> int:
             # A bias is rounded up to whole panels, and begins a page with its matrix.
             sizes.append(rows * 4)
             continue
-        its_bits = HEAD_BITS if name in {EMBEDDING, HEAD} else bits
+        its_bits = TABLE_BITS if name == EMBEDDING else bits
         sizes += [rows // panel * native.panel_bytes(its_bits, tensor.shape[1]), rows * 4]
     return room_for(sizes)
 

@@ -17,8 +17,8 @@ from tokenpath.models.local import LocalModel
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
 ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 WEIGHT_BYTES: dict[Dtype, float] = {**ELEMENT_BYTES, "int8": 1.01, "int4": 0.85}
-"""Memory a parameter, as held and while it is packed. In int4 embeddings and head keep 8 bits: it
-is 0.69 for Qwen2.5 1.5B and 0.85 for Gemma 270M, of which they are two thirds."""
+"""Memory a parameter, as held and while it is packed. In int4 embeddings keep 8 bits: it is
+0.69 for Qwen2.5 1.5B and 0.85 for Gemma 270M, of which they are two thirds."""
 
 OVERHEAD_BYTES = 1 << 30
 """On top of weights and KV: a process with torch loaded (0.25 GB), a step's activations, and, for

@@ -82,8 +82,8 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def head(self, weight: torch.Tensor) -> Linear:
-        """Take over the weight [vocab, hidden] of the product that makes logits."""
+    def tied(self, table: torch.Tensor) -> Linear:
+        """The product that makes logits with an embedding table [vocab, hidden]."""
         ...
 
     def table(self, table: torch.Tensor) -> Table:

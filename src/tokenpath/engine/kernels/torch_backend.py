@@ -49,12 +49,12 @@ class TorchBackend:
             return quantized_linear(weight, bias, self.bits, self.dtype)
         return TorchLinear(weight, bias)
 
-    def head(self, weight: torch.Tensor) -> TorchLinear | QuantizedLinear:
-        # The last product decides between near equals, so it keeps 8 bits.
+    def tied(self, table: torch.Tensor) -> TorchLinear | QuantizedLinear:
+        # Whatever the other weights have, an embedding table keeps 8 bits.
         return (
-            TorchLinear(weight, None)
+            TorchLinear(table, None)
             if self.bits is None
-            else quantized_linear(weight, None, 8, self.dtype)
+            else quantized_linear(table, None, 8, self.dtype)
         )
 
     def table(self, table: torch.Tensor) -> torch.Tensor:

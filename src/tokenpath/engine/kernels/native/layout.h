@@ -8,7 +8,7 @@ namespace tokenpath {
 
 // Raise it whenever pack.cpp or convert.cpp gives other bytes for the same weights than before: what
 // was packed by an older version is then packed anew instead of being misread.
-constexpr int PACKED_LAYOUT = 1;
+constexpr int PACKED_LAYOUT = 2;
 
 constexpr int PANEL = 32;             // output channels that are packed together
 constexpr int GROUP = 32;             // int4: places of K that share a scale and a minimum
