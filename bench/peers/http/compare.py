@@ -34,7 +34,7 @@ from bench.peers.places import python_of, sittings_dir
 from bench.peers.sitting import Turn, run, turns
 from bench.peers.table import Results
 from tokenpath.config.paths import models_dir
-from tokenpath.engine.cpus import usable_cpus
+from tokenpath.engine.cpus import default_threads
 from tokenpath.models.source import resolve
 from tokenpath.protocol.errors import TokenpathError
 
@@ -88,7 +88,7 @@ class Field:
                 python=python_of(server.rival),
                 model=self._models[server.name],
                 port=port,
-                cpus=cpu_numbers(options.threads or usable_cpus()),
+                cpus=cpu_numbers(options.threads or default_threads()),
                 slots=options.clients,
                 sequence_tokens=self._workload.sequence_tokens,
                 scratch=Path(scratch),
@@ -160,8 +160,8 @@ def _heading(options: argparse.Namespace, workload: Workload, started: dt.dateti
         f"{options.model}; the first {len(workload.lengths)} requests of {options.trace.name}, "
         f"lengths / {workload.length_divisor} ({workload.prompt_tokens:,} prompt and "
         f"{workload.output_tokens:,} output tokens), {workload.clients} clients; servers with "
-        f"{options.threads or usable_cpus()} threads, the load generator on the same CPUs; medians "
-        f"of {options.rounds} rounds; {started:%d %B %Y}."
+        f"{options.threads or default_threads()} threads, the load generator on the same CPUs; "
+        f"medians of {options.rounds} rounds; {started:%d %B %Y}."
     )
 
 

@@ -273,7 +273,9 @@ class Decoder:
         if config.tie_embeddings:
             head = weights.tied(table)
         else:
-            head = weights.linear(("lm_head",), (config.vocab_size,), config.hidden_size, bias=False)
+            head = weights.linear(
+                ("lm_head",), (config.vocab_size,), config.hidden_size, bias=False
+            )
         return cls(
             backend=weights.backend,
             embedding=table,
