@@ -43,7 +43,8 @@ def build_engine(
 ) -> EngineCore:
     """Load a model and put an engine around it; takes seconds.
 
-    Sets torch's number of threads for the whole process.
+    Sets torch's number of threads for the whole process: to one, where the native kernels have
+    threads of their own.
 
     Raises:
         ModelError: the weights alone do not fit in memory, or the model cannot be loaded (one of
@@ -84,6 +85,10 @@ def build_engine(
         packed_cache=None if bits is None else PackedCache.usual(),
         progress=progress,
     )
+    if runner.kernels != "torch":
+        # The sampler is what is left for torch. Threads of its own would spin for a while after
+        # each call, on the CPUs that the native program's threads compute on.
+        torch.set_num_threads(1)
     scheduler = Scheduler(
         SchedulerConfig(
             max_step_tokens=settings.max_step_tokens,

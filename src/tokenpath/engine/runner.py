@@ -65,6 +65,8 @@ class ModelRunner:
         self.weight_bytes = 0
         """Memory of the weights as held."""
         self.parameters = parameters(model)
+        self.threads = torch.get_num_threads()
+        """That compute."""
         self.kv_bytes_per_token = self.config.kv_bytes_per_token(dtype.itemsize)
         kernels = None if bits is None else usable_kernels(self.config, dtype, device, block_tokens)
         family = find_family(self.config)
@@ -76,7 +78,7 @@ class ModelRunner:
                     family=family,
                     backend=self._backend,
                     native=native_module(),
-                    threads=torch.get_num_threads(),
+                    threads=self.threads,
                     cache=packed_cache,
                     progress=progress,
                 )
@@ -102,7 +104,7 @@ class ModelRunner:
                     cache=self._cache,
                     rotaries=dict(self._rotaries),
                     block_tokens=block_tokens,
-                    threads=torch.get_num_threads(),
+                    threads=self.threads,
                 )
 
     @property

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import msgspec
 import psutil
-import torch
 
 from tokenpath.config.paths import models_dir
 from tokenpath.config.spec import EngineSettings
@@ -63,7 +62,7 @@ class LoadedModel:
             parameters=card.parameters,
             dtype=card.dtype,
             kernels=self.runner.kernels,
-            threads=torch.get_num_threads(),
+            threads=self.runner.threads,
             weight_bytes=card.weight_bytes,
             kv_cache_bytes=card.kv_bytes_per_token * card.kv_blocks_total * card.block_tokens,
             max_step_tokens=self.settings.max_step_tokens,

@@ -62,12 +62,17 @@ class Roofline(msgspec.Struct, frozen=True):
     """What was read, and the products' weights."""
 
 
-def measure(product: Product) -> Roofline:
-    """Measure both limits on torch's current number of threads; takes some seconds."""
+def measure(product: Product, *, threads: int) -> Roofline:
+    """Measure both limits on so many threads; takes some seconds."""
     cache = last_level_cache_bytes()
     size = max(_LEAST_BYTES, _CACHES * cache)
-    read = read_limit(size)
-    multiply = product_limit(product, size)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        read = read_limit(size)
+        multiply = product_limit(product, size)
+    finally:
+        torch.set_num_threads(before)
     return Roofline(
         read_bytes_per_s=read.per_s,
         read_method=read.method,

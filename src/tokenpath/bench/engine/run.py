@@ -69,7 +69,7 @@ def run(
             rss_bytes, peak_rss_bytes = resident_bytes(), peak_resident_bytes()
         if with_roofline:
             reporter.say(f"round {number} of {rounds}: the machine's limits")
-            limits.append(roofline.measure(_product(loaded)))
+            limits.append(roofline.measure(_product(loaded), threads=loaded.runner.threads))
     loaded.core.check_integrity()
     return report.build(
         subject=loaded.subject(),
