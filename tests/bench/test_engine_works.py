@@ -80,7 +80,7 @@ def config(**changes):
 
 
 def test_the_cost_of_a_step():
-    found = cost.model_cost(config(), weight_bytes=5000, table_element_bytes=1, kv_element_bytes=2)
+    found = cost.model_cost(config(), weight_bytes=5000, table_element_bytes=1, kv_dtype="bfloat16")
     # q and out: 8 x 16 each; k and v: 8 x 8 each; gate, up and down: 8 x 16 each.
     assert found.token_operations == 2 * 3 * (2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * 16)
     assert found.head_operations == 2 * 100 * 8
@@ -92,5 +92,5 @@ def test_the_cost_of_a_step():
 
 def test_an_embedding_table_of_its_own_is_not_read_by_a_step():
     untied = config(tie_embeddings=False)
-    found = cost.model_cost(untied, weight_bytes=5000, table_element_bytes=2, kv_element_bytes=2)
+    found = cost.model_cost(untied, weight_bytes=5000, table_element_bytes=2, kv_dtype="bfloat16")
     assert found.weight_bytes == 5000 - 2 * 100 * 8

@@ -22,7 +22,7 @@ from tokenpath.protocol.replica import ModelCard, ReplicaState, ReplicaStats
 
 CARD = ModelCard(
     name="small", architecture="llama", parameters=1000, vocab_size=100, max_context_tokens=64,
-    dtype="float32", weight_bytes=4000, kv_bytes_per_token=8, kv_blocks_total=10, block_tokens=16,
+    dtype="float32", kv_dtype="bfloat16", weight_bytes=4000, kv_bytes_per_token=8, kv_blocks_total=10, block_tokens=16,
 )  # fmt: skip
 
 
@@ -161,7 +161,10 @@ async def test_it_answers_while_the_model_loads_then_says_how_to_use_it(run):
         ]
         await run.ready()
         assert (await client.get("/ready")).status_code == 200
-        assert "float32, weights 4.0 kB, KV cache 160 tokens (1.3 kB), context 64" in run.said[2]
+        assert (
+            "float32, weights 4.0 kB, KV cache 160 tokens (1.3 kB in bfloat16), context 64"
+            in run.said[2]
+        )
         assert run.said[3] == "the door"
         assert run.said[4].startswith(f"Ready at {run.url} ")
         run.fleet.replicas[0].go_on.set()

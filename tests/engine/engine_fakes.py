@@ -205,7 +205,7 @@ def make_core(
     )
     card = ModelCard(
         name="fake", architecture="fake", parameters=1, vocab_size=VOCAB,
-        max_context_tokens=scheduler.capacity_tokens, dtype="float32", weight_bytes=1,
+        max_context_tokens=scheduler.capacity_tokens, dtype="float32", kv_dtype="bfloat16", weight_bytes=1,
         kv_bytes_per_token=1, kv_blocks_total=num_blocks, block_tokens=block_tokens,
     )  # fmt: skip
     return EngineCore(

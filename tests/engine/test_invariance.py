@@ -46,31 +46,43 @@ def model(request) -> str:
     return request.param
 
 
-@pytest.fixture(params=["int8", "int4"], scope="module")
-def dtype(request) -> str:
-    return request.param
+@pytest.fixture(
+    params=[("int8", "bfloat16"), ("int4", "bfloat16"), ("int8", "int8")],
+    ids=lambda types: f"{types[0]}, KV {types[1]}",
+    scope="module",
+)
+def types(request) -> dict[str, str]:
+    dtype, kv_dtype = request.param
+    return {"dtype": dtype, "kv_dtype": kv_dtype}
 
 
 @pytest.fixture(scope="module")
-def together(model, dtype) -> list:
+def together(model, types) -> list:
     """All 32 in one batch."""
-    return answers(model, PROMPTS, dtype=dtype, threads=2)
+    return answers(model, PROMPTS, threads=2, **types)
 
 
-def test_alone(model, dtype, together):
+def test_alone(model, types, together):
     some = [0, 1, 17, 31]
-    alone = answers(model, [PROMPTS[n] for n in some], dtype=dtype, one_by_one=True)
+    alone = answers(model, [PROMPTS[n] for n in some], one_by_one=True, **types)
     assert alone == [together[n] for n in some]
 
 
-def test_one_thread_and_short_chunks(model, dtype, together):
-    cut = answers(model, PROMPTS[:6], dtype=dtype, threads=1, max_step_tokens=48, max_running=3)
+def test_a_long_prompt_shared_by_threads(model, types):
+    """Its keys are attended to in parts: with two threads the parts of one token are shared."""
+    long = [BEGINNING * 4 + "And so on."]
+    two = answers(model, long, threads=2, max_step_tokens=512, **types)
+    assert answers(model, long, threads=1, max_step_tokens=100, **types) == two
+
+
+def test_one_thread_and_short_chunks(model, types, together):
+    cut = answers(model, PROMPTS[:6], threads=1, max_step_tokens=48, max_running=3, **types)
     assert cut == together[:6]
 
 
-def test_a_prefix_from_the_cache(model, dtype, together):
+def test_a_prefix_from_the_cache(model, types, together):
     """The second time round most of each long prompt is found in the cache."""
-    settings = {"dtype": dtype, "kv_cache_tokens": 16_384, "prefix_cache": True}
+    settings = types | {"kv_cache_tokens": 16_384, "prefix_cache": True}
     with Engine(model, progress=False, **settings) as engine:
         missed = engine.generate(PROMPTS[:6], PARAMS, progress=False)
         hit = engine.generate(PROMPTS[:6], PARAMS, progress=False)

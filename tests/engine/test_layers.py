@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from tokenpath.engine.batch import build_batch
+from tokenpath.engine.kernels.balance import key_balance
 from tokenpath.engine.kernels.base import AttentionSpec
 from tokenpath.engine.kernels.torch_backend import TorchBackend
-from tokenpath.engine.kv_cache import KvLayer, kv_blocks_for
-from tokenpath.engine.precision import settle_dtype
+from tokenpath.engine.kernels.torch_kv import read_pool
+from tokenpath.engine.kv_cache import KvLayer, allocate_kv_cache, kv_blocks_for
+from tokenpath.engine.precision import settle_dtype, settle_kv_dtype
 from tokenpath.engine.rotary import rotaries
 from tokenpath.models.architecture import ModelConfig, RopeScaling
 from tokenpath.policy.sequence import Chunk, Sequence, StepPlan
@@ -176,25 +178,66 @@ def test_ragged_paged_attention(name):
 def test_blocks_by_bytes_and_by_tokens():
     small = config()
     per_token = 2 * 2 * 2 * 8 * 4
-    blocks = kv_blocks_for(
-        small, torch.float32, block_tokens=16, kv_cache_bytes=per_token * 16 * 7 + 5
-    )
+    blocks = kv_blocks_for(small, "float32", block_tokens=16, kv_cache_bytes=per_token * 16 * 7 + 5)
     assert blocks == 7
     by_tokens = kv_blocks_for(
-        small, torch.float32, block_tokens=16, kv_cache_bytes=1, kv_cache_tokens=33
+        small, "float32", block_tokens=16, kv_cache_bytes=1, kv_cache_tokens=33
     )
     assert by_tokens == 3
     with pytest.raises(SpecError, match="one block of 16 tokens takes 4096 bytes"):
-        kv_blocks_for(small, torch.float32, block_tokens=16, kv_cache_bytes=4095)
+        kv_blocks_for(small, "float32", block_tokens=16, kv_cache_bytes=4095)
     with pytest.raises(SpecError, match="max_context_tokens is 100, but the KV cache holds 96"):
         kv_blocks_for(
             small,
-            torch.float32,
+            "float32",
             block_tokens=16,
             kv_cache_bytes=1,
             kv_cache_tokens=90,
             max_context_tokens=100,
         )
+    # In int8 a head of 8 dimensions has a scale of 4 bytes beside its 8 codes.
+    assert kv_blocks_for(small, "int8", block_tokens=16, kv_cache_bytes=2 * 2 * 2 * 12 * 16) == 1
+    with pytest.raises(SpecError, match="one block of 16 tokens takes 1536 bytes"):
+        kv_blocks_for(small, "int8", block_tokens=16, kv_cache_bytes=1535)
+
+
+def test_what_auto_means_for_kv():
+    assert settle_kv_dtype("auto", "float32") == "float32"
+    assert settle_kv_dtype("auto", "int8") == "bfloat16"
+    assert settle_kv_dtype("int8", "float32") == "int8"
+    with pytest.raises(SpecError, match="for dtype 'float32' use 'auto' or 'int8'"):
+        settle_kv_dtype("bfloat16", "float32")
+
+
+def test_kv_in_int8_is_rounded_to_nearest_for_each_token_and_head():
+    cache = allocate_kv_cache(config(), num_blocks=3, block_tokens=4, dtype="int8", device="cpu")
+    kv = cache.layers[0]
+    heads = torch.randn(5, 2, 8) * torch.tensor([1.0, 100.0])[:, None]
+    slots = torch.tensor([11, 0, 7, 3, 4])
+    BACKEND.write_kv(kv, heads, -heads, slots)
+    for pool, scales, expected in (
+        (kv.keys, kv.key_scales, heads),
+        (kv.values, kv.value_scales, -heads),
+    ):
+        found = read_pool(pool, scales, slots, torch.float32)
+        half_a_step = expected.abs().amax(-1, keepdim=True) / 254
+        assert ((found - expected).abs() <= 1.01 * half_a_step).all()
+
+
+@pytest.mark.parametrize("by", ["bias", "norm"])
+def test_balance_keeps_products_and_evens_out_keys(by):
+    """A channel that is always large does not coarsen the others."""
+    spec = AttentionSpec(heads=4, kv_heads=2, head_dim=8, scale=1.0)
+    large = torch.ones(4 + 2 * 2, 8)
+    large[4, 3] = 300.0
+    given = {"bias": None, "norm": None}
+    given[by] = large.flatten() if by == "bias" else large[:6]
+    factors = key_balance(spec, **given)
+    assert factors.shape == (6, 8)
+    torch.testing.assert_close(factors[:4], 1 / factors[4:].repeat_interleave(2, dim=0))
+    keys = large[4:6] * factors[4:]
+    assert keys.amax() < 3 * keys.amax(-1).amin()
+    assert key_balance(spec, bias=None, norm=None) is None
 
 
 @pytest.mark.parametrize(

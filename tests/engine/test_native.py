@@ -16,7 +16,8 @@ from tokenpath.models.local import LocalModel, open_model
 from tokenpath.protocol.errors import SpecError
 
 VOCAB = 256
-PROMPTS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 130)
+PROMPTS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 130, 600)
+"""Tokens; the last one's keys are attended to in three parts, which threads may share."""
 OF_ROUNDING = {8: 1.0, 4: 0.3}
 """How far the kernels may be from torch, as a part of what rounding the weights has changed. They
 keep keys, values and attention's weights in bfloat16, and a last bit there moves the 8-bit rounding
@@ -25,6 +26,10 @@ of activations."""
 needs_native = pytest.mark.skipif(native_module() is None, reason="no C++ compiler when installed")
 KERNELS = () if native_module() is None else native_module().usable()
 FAMILIES = ("llama", "llama-bias", "mistral-sliding", "qwen2-tied", "qwen3-32", "gemma3-32")
+
+
+NUMBERS = [(8, "bfloat16"), (4, "bfloat16"), (8, "int8"), (4, "int8")]
+"""Bits of weights, and the type of keys and values."""
 
 
 def model_of(family: str, tmp_path_factory) -> LocalModel:
@@ -48,8 +53,23 @@ def model(request, tmp_path_factory) -> LocalModel:
     return model_of(request.param, tmp_path_factory)
 
 
-def runner(model: LocalModel, bits: int | None, *, dtype=torch.bfloat16) -> ModelRunner:
-    return ModelRunner(model, dtype=dtype, device="cpu", num_blocks=160, block_tokens=16, bits=bits)
+def runner(
+    model: LocalModel, bits: int | None, *, dtype=torch.bfloat16, kv_dtype=None, threads=2
+) -> ModelRunner:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return ModelRunner(
+            model,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device="cpu",
+            num_blocks=160,
+            block_tokens=16,
+            bits=bits,
+        )
+    finally:
+        torch.set_num_threads(before)
 
 
 def prompts(driver: Driver) -> list:
@@ -61,11 +81,13 @@ def prompts(driver: Driver) -> list:
 
 
 @needs_native
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "kv_dtype"), NUMBERS)
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_logits_agree_with_torch(model, kernels, bits, monkeypatch):
+def test_logits_agree_with_torch(model, kernels, bits, kv_dtype, monkeypatch):
     monkeypatch.setenv(VARIABLE, kernels)
-    native, plain = Driver(runner(model, bits)), Driver(runner(model, bits, dtype=torch.float32))
+    native = Driver(runner(model, bits, kv_dtype=kv_dtype))
+    in_torch = None if kv_dtype == "bfloat16" else kv_dtype
+    plain = Driver(runner(model, bits, dtype=torch.float32, kv_dtype=in_torch))
     exact = Driver(runner(model, None, dtype=torch.float32))
     apart, rounded = [], []
     for prompt in prompts(native):
@@ -79,20 +101,14 @@ def test_logits_agree_with_torch(model, kernels, bits, monkeypatch):
 
 
 @needs_native
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "kv_dtype"), NUMBERS)
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_the_same_bits_in_any_company(model, kernels, bits, monkeypatch):
+def test_the_same_bits_in_any_company(model, kernels, bits, kv_dtype, monkeypatch):
     monkeypatch.setenv(VARIABLE, kernels)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        together = Driver(runner(model, bits))
-    finally:
-        torch.set_num_threads(threads)
+    together = Driver(runner(model, bits, kv_dtype=kv_dtype))
     batched = together.generate(prompts(together), new_tokens=5, chunk=512, stagger=1)
-    lonely = runner(model, bits)
-    for chunk in (1, 7, 512):
-        alone = Driver(lonely)
+    for chunk, threads in ((1, 1), (7, 2), (512, 3)):
+        alone = Driver(runner(model, bits, kv_dtype=kv_dtype, threads=threads))
         for sequence in prompts(alone)[-3:]:
             found = alone.generate([sequence], new_tokens=5, chunk=chunk)
             assert torch.equal(found[sequence.request_id], batched[sequence.request_id])

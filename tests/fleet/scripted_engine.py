@@ -60,6 +60,7 @@ class ScriptedCore:
             vocab_size=1000,
             max_context_tokens=10_000,
             dtype="none",
+            kv_dtype="bfloat16",
             weight_bytes=0,
             kv_bytes_per_token=0,
             kv_blocks_total=100,

@@ -50,6 +50,7 @@ CARD = ModelCard(
     vocab_size=256,
     max_context_tokens=1_000,
     dtype="float32",
+    kv_dtype="bfloat16",
     weight_bytes=1,
     kv_bytes_per_token=1,
     kv_blocks_total=64,

@@ -160,6 +160,7 @@ class TestShow:
         assert found.kv_bytes_per_1000_tokens == {
             "float32": 4000 * per_token,
             "bfloat16": 2000 * per_token,
+            "int8": 1000 * (per_token + 2 * LAYERS * KV_HEADS * 4),
         }
         assert found.weight_bytes["float32"] == 2 * found.weight_bytes["bfloat16"]
 

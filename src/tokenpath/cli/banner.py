@@ -21,7 +21,7 @@ def loaded_line(card: ModelCard) -> str:
     kv_bytes = kv_tokens * card.kv_bytes_per_token
     return (
         f"Loaded {card.name}: {card.dtype}, weights {human_bytes(card.weight_bytes)}, "
-        f"KV cache {kv_tokens:,} tokens ({human_bytes(kv_bytes)}), "
+        f"KV cache {kv_tokens:,} tokens ({human_bytes(kv_bytes)} in {card.kv_dtype}), "
         f"context {card.max_context_tokens:,} tokens"
     )
 

@@ -30,6 +30,14 @@ class Dtype(enum.StrEnum):
     INT4 = "int4"
 
 
+class KvDtype(enum.StrEnum):
+    """The spec's ``engine.kv_dtype``."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+
 MODEL = Annotated[
     str,
     typer.Option(
@@ -39,6 +47,7 @@ MODEL = Annotated[
     ),
 ]
 DTYPE = Annotated[Dtype, typer.Option(help="Number type of the engine.")]
+KV_DTYPE = Annotated[KvDtype, typer.Option(help="Number type of keys and values.")]
 THREADS = Annotated[
     int | None,
     typer.Option(
@@ -54,6 +63,7 @@ JSON = Annotated[
 def engine(
     model: MODEL = "qwen2.5-coder-1.5b",
     dtype: DTYPE = Dtype.AUTO,
+    kv_dtype: KV_DTYPE = KvDtype.AUTO,
     threads: THREADS = None,
     only: Annotated[
         str | None,
@@ -91,7 +101,13 @@ def engine(
     with progress.Reporter(model) as reporter:
         found = run.run(
             model,
-            settings(dtype, threads, kv_cache_bytes, most_sequences=works.most_sequences(chosen)),
+            settings(
+                dtype,
+                kv_dtype,
+                threads,
+                kv_cache_bytes,
+                most_sequences=works.most_sequences(chosen),
+            ),
             chosen,
             rounds=rounds,
             seed=seed,
@@ -104,6 +120,7 @@ def engine(
 def perplexity(
     model: MODEL = "qwen2.5-coder-1.5b",
     dtype: DTYPE = Dtype.AUTO,
+    kv_dtype: KV_DTYPE = KvDtype.AUTO,
     threads: THREADS = None,
     text: Annotated[
         list[str] | None,
@@ -144,7 +161,7 @@ def perplexity(
     with progress.Reporter(model) as reporter:
         found = run.run(
             model,
-            settings(dtype, threads, None, step_tokens=_SCORED_STEP_TOKENS),
+            settings(dtype, kv_dtype, threads, None, step_tokens=_SCORED_STEP_TOKENS),
             lambda: texts.fixed_text(cache_dir(), reporter.pulling) if given is None else given,
             window=window,
             tokens=tokens,
@@ -155,6 +172,7 @@ def perplexity(
 
 def settings(
     dtype: str,
+    kv_dtype: str,
     threads: int | None,
     kv_cache_bytes: int | None,
     *,
@@ -168,6 +186,7 @@ def settings(
     return EngineSettings.model_validate(
         {
             "dtype": str(dtype),
+            "kv_dtype": str(kv_dtype),
             "threads": threads,
             "kv_cache_bytes": kv_cache_bytes or plain.kv_cache_bytes,
             "max_running": max(plain.max_running, most_sequences),

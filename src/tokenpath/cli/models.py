@@ -234,9 +234,9 @@ def _print_description(found: Description | EmbeddingDescription) -> None:
     _print(table)
     table = _table("MEMORY", *found.weight_bytes)
     table.add_row("weights", *map(human_bytes, found.weight_bytes.values()))
-    table.add_row(
-        "KV cache per 1,000 tokens", *map(human_bytes, found.kv_bytes_per_1000_tokens.values())
-    )
+    kv = found.kv_bytes_per_1000_tokens
+    held = (human_bytes(kv[dtype]) if dtype in kv else "-" for dtype in found.weight_bytes)
+    table.add_row("KV cache per 1,000 tokens", *held)
     _print(table)
 
 

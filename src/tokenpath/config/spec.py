@@ -71,10 +71,14 @@ class EngineSettings(_Strict):
     """The native engine of one model."""
 
     dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"] = "auto"
-    """Type of weights, activations and KV. ``int8`` and ``int4`` round weights to so many bits and
-    activations to 8, compute with the native kernels, and keep KV in bfloat16; CPU only. ``auto``:
+    """Type of weights and activations. ``int8`` and ``int4`` round weights to so many bits and
+    activations to 8, and compute with the native kernels; CPU only. ``auto``:
     int8 on a CPU where the native kernels can run the model, for it is several times faster at
     less than 1 % of perplexity; else bfloat16 where the hardware multiplies it, else float32."""
+    kv_dtype: Literal["auto", "bfloat16", "int8"] = "auto"
+    """Type of keys and values. ``int8`` rounds them to 8 bits with a scale for each token and KV
+    head: little more than half the memory of bfloat16. ``auto``: float32 where ``dtype`` is, else
+    bfloat16, so that nothing is rounded twice unless it is asked for."""
     device: str = "cpu"
     """A torch device."""
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None

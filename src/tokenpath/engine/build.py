@@ -14,7 +14,7 @@ from tokenpath.engine.kernels.native_module import chosen_kernels
 from tokenpath.engine.kernels.native_program import obstacle
 from tokenpath.engine.kv_cache import kv_blocks_for
 from tokenpath.engine.packed_cache import PackedCache
-from tokenpath.engine.precision import settle_dtype, torch_dtype, weight_bits
+from tokenpath.engine.precision import settle_dtype, settle_kv_dtype, torch_dtype, weight_bits
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models import memory
 from tokenpath.models.architecture import ModelConfig
@@ -54,6 +54,7 @@ def build_engine(
     device = _device(settings.device)
     held = dtype_for(model.config, settings)
     dtype, bits = torch_dtype(held), weight_bits(held)
+    kv_dtype = settle_kv_dtype(settings.kv_dtype, held)
     if bits is not None and device.type != "cpu":
         raise SpecError(
             f"dtype {settings.dtype!r} runs on the CPU only; use 'bfloat16' on {settings.device!r}",
@@ -63,13 +64,13 @@ def build_engine(
     context = min(model.config.max_context_tokens, settings.max_context_tokens or 1 << 62)
     num_blocks = kv_blocks_for(
         model.config,
-        dtype,
+        kv_dtype,
         block_tokens=settings.block_tokens,
         kv_cache_bytes=settings.kv_cache_bytes,
         kv_cache_tokens=settings.kv_cache_tokens,
         max_context_tokens=None if settings.max_context_tokens is None else context,
     )
-    block_bytes = settings.block_tokens * model.config.kv_bytes_per_token(dtype.itemsize)
+    block_bytes = settings.block_tokens * model.config.kv_bytes_per_token(kv_dtype)
     if device.type == "cpu":
         _check_memory(model, held, settings, num_blocks, block_bytes, available_bytes())
     if progress is not None:
@@ -78,6 +79,7 @@ def build_engine(
     runner = ModelRunner(
         model,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=settings.device,
         num_blocks=num_blocks,
         block_tokens=settings.block_tokens,
@@ -106,6 +108,7 @@ def build_engine(
         vocab_size=model.config.vocab_size,
         max_context_tokens=scheduler.capacity_tokens,
         dtype=held,
+        kv_dtype=kv_dtype,
         weight_bytes=runner.weight_bytes,
         kv_bytes_per_token=runner.kv_bytes_per_token,
         kv_blocks_total=num_blocks,

@@ -17,16 +17,29 @@ from dataclasses import dataclass
 import torch
 
 from tokenpath.engine.kernels.packed import huge_memory
-from tokenpath.models.architecture import ModelConfig
+from tokenpath.models.architecture import KvDtype, ModelConfig
 from tokenpath.protocol.errors import SpecError
+
+TORCH_TYPES: dict[KvDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayer:
-    """One layer's pool: two tensors [num_blocks, block_tokens, kv_heads, head_dim]."""
+    """One layer's pool: two tensors [num_blocks, block_tokens, kv_heads, head_dim].
+
+    In int8 they are codes, and each token and KV head has a float32 scale: x = code * scale. The
+    native kernels order what is within a block in their own way (``native/kv.h``).
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    """[num_blocks, block_tokens, kv_heads], of int8."""
+    value_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +50,7 @@ class KvCache:
 
 
 def allocate_kv_cache(
-    config: ModelConfig, *, num_blocks: int, block_tokens: int, dtype: torch.dtype, device: str
+    config: ModelConfig, *, num_blocks: int, block_tokens: int, dtype: KvDtype, device: str
 ) -> KvCache:
     """Zeroed pools for ``num_blocks`` blocks of ``block_tokens`` tokens.
 
@@ -47,18 +60,26 @@ def allocate_kv_cache(
     """
     shape = (num_blocks, block_tokens, config.kv_heads, config.head_dim)
 
-    def pool() -> torch.Tensor:
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if torch.device(device).type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         memory = huge_memory(math.prod(shape) * dtype.itemsize)
         return torch.from_numpy(memory).view(dtype).view(shape).zero_()
 
-    return KvCache(tuple(KvLayer(pool(), pool()) for _ in range(config.layers)))
+    def layer() -> KvLayer:
+        keys, values = zeros(shape, TORCH_TYPES[dtype]), zeros(shape, TORCH_TYPES[dtype])
+        if dtype != "int8":
+            return KvLayer(keys, values)
+        return KvLayer(
+            keys, values, zeros(shape[:-1], torch.float32), zeros(shape[:-1], torch.float32)
+        )
+
+    return KvCache(tuple(layer() for _ in range(config.layers)))
 
 
 def kv_blocks_for(
     config: ModelConfig,
-    dtype: torch.dtype,
+    dtype: KvDtype,
     *,
     block_tokens: int,
     kv_cache_bytes: int,
@@ -71,7 +92,7 @@ def kv_blocks_for(
     as fit into ``kv_cache_bytes``. Raises ``SpecError`` if that is not even one block, or less
     than one sequence of ``max_context_tokens``, where the operator asked for that.
     """
-    per_token = config.kv_bytes_per_token(dtype.itemsize)
+    per_token = config.kv_bytes_per_token(dtype)
     if kv_cache_tokens is not None:
         blocks = -(-kv_cache_tokens // block_tokens)
     else:

@@ -7,9 +7,12 @@ from typing import Literal
 import torch
 
 from tokenpath.engine.kernels.quantize import Bits
+from tokenpath.models.architecture import KvDtype
 from tokenpath.models.memory import Dtype
+from tokenpath.protocol.errors import SpecError
 
 DtypeName = Literal["auto", "float32", "bfloat16", "int8", "int4"]
+KvDtypeName = Literal["auto", "bfloat16", "int8"]
 
 
 def weight_bits(name: Dtype) -> Bits | None:
@@ -38,8 +41,24 @@ def settle_dtype(name: DtypeName, device: str = "cpu", *, native: bool) -> Dtype
     return "bfloat16" if _multiplies_bfloat16(device) else "float32"
 
 
+def settle_kv_dtype(name: KvDtypeName, dtype: Dtype) -> KvDtype:
+    """What ``auto`` means for the KV of a model in ``dtype``: the type of activations.
+
+    Raises ``SpecError`` for bfloat16 KV under float32 activations, which would round for nothing.
+    """
+    if name == "bfloat16" and dtype == "float32":
+        raise SpecError(
+            "kv_dtype 'bfloat16' goes with dtype 'bfloat16', 'int8' or 'int4'; for dtype 'float32' "
+            "use 'auto' or 'int8'",
+            param="kv_dtype",
+        )
+    if name != "auto":
+        return name
+    return "float32" if dtype == "float32" else "bfloat16"
+
+
 def torch_dtype(name: Dtype) -> torch.dtype:
-    """The type of KV and activations, and of weights that are not quantized."""
+    """The type of activations, and of weights that are not quantized."""
     return torch.float32 if name == "float32" else torch.bfloat16
 
 

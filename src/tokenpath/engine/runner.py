@@ -21,7 +21,7 @@ from tokenpath.engine.loading import CheckpointLoader, Progress
 from tokenpath.engine.native_loading import load_native
 from tokenpath.engine.packed_cache import PackedCache
 from tokenpath.engine.rotary import rotaries
-from tokenpath.models.architecture import ModelConfig
+from tokenpath.models.architecture import KvDtype, ModelConfig
 from tokenpath.models.local import LocalModel
 from tokenpath.models.memory import parameters
 from tokenpath.policy.sequence import StepPlan
@@ -40,6 +40,7 @@ class ModelRunner:
         device: str,
         num_blocks: int,
         block_tokens: int,
+        kv_dtype: KvDtype | None = None,
         bits: Bits | None = None,
         packed_cache: PackedCache | None = None,
         progress: Progress | None = None,
@@ -47,8 +48,8 @@ class ModelRunner:
         """Load the weights and allocate the pool.
 
         With ``bits`` weights are quantized, and computed with by the native kernels where they are
-        there; ``dtype`` is then that of KV, and of activations where they are not. What is packed
-        for the kernels is kept in ``packed_cache``, if there is one.
+        there; ``dtype`` is that of activations where they are not, and of KV unless ``kv_dtype``
+        says otherwise. What is packed for the kernels is kept in ``packed_cache``, if there is one.
 
         Raises ``ModelUnsupportedError`` for an unknown family, ``ModelFileError`` for tensors
         that do not fit the model's metadata.
@@ -67,7 +68,10 @@ class ModelRunner:
         self.parameters = parameters(model)
         self.threads = torch.get_num_threads()
         """That compute."""
-        self.kv_bytes_per_token = self.config.kv_bytes_per_token(dtype.itemsize)
+        if kv_dtype is None:
+            kv_dtype = "float32" if dtype == torch.float32 else "bfloat16"
+        self.kv_dtype: KvDtype = kv_dtype
+        self.kv_bytes_per_token = self.config.kv_bytes_per_token(kv_dtype)
         kernels = None if bits is None else usable_kernels(self.config, dtype, device, block_tokens)
         family = find_family(self.config)
         with torch.inference_mode():
@@ -93,7 +97,7 @@ class ModelRunner:
                 self.config,
                 num_blocks=num_blocks,
                 block_tokens=block_tokens,
-                dtype=dtype,
+                dtype=kv_dtype,
                 device=device,
             )
             if kernels is not None:
@@ -145,14 +149,14 @@ def usable_kernels(
 ) -> str | None:
     """The native kernels for quantized weights of a model; None, logged unless chosen: torch.
 
-    ``dtype`` is that of KV. Raises ``SpecError`` as ``chosen_kernels``.
+    ``dtype`` is that of activations elsewhere. Raises ``SpecError`` as ``chosen_kernels``.
     """
     kernels = chosen_kernels() if torch.device(device).type == "cpu" else None
     if kernels is None:
         return None
     reason = obstacle(config, block_tokens)
     if dtype != torch.bfloat16:
-        reason = "the native kernels keep KV in bfloat16"
+        reason = "the native kernels keep KV in bfloat16 or int8"
     if reason is not None:
         log.warning("computing with torch, not with the native kernels: %s", reason)
         return None

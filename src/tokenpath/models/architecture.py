@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 LayerKind = Literal["full", "sliding"]
+KvDtype = Literal["float32", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,16 @@ class ModelConfig:
         """Attention kind of one layer."""
         return self.layer_kinds[layer] if self.layer_kinds else "full"
 
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
+    def kv_bytes_per_token(self, dtype: KvDtype) -> int:
         """Bytes of keys and values that one token takes over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+        return 2 * self.layers * self.kv_heads * self.kv_head_bytes(dtype)
+
+    def kv_head_bytes(self, dtype: KvDtype) -> int:
+        """Bytes of one head's key, or value, of one token; in int8 with its float32 scale."""
+        match dtype:
+            case "float32":
+                return 4 * self.head_dim
+            case "bfloat16":
+                return 2 * self.head_dim
+            case "int8":
+                return self.head_dim + 4

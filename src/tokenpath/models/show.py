@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from tokenpath.models import memory
+from tokenpath.models.architecture import KvDtype
 from tokenpath.models.layout import EMBEDDING, HEAD, TensorInfo
 from tokenpath.models.local import LocalModel
 from tokenpath.models.safetensors_file import read_safetensors
@@ -109,10 +111,9 @@ def describe(model: LocalModel) -> Description:
         tied_embeddings=config.tie_embeddings,
         chat_template=model.chat_template() is not None,
         groups=group_tensors(model.tensors),
-        weight_bytes={d: memory.weight_bytes(model, d) for d in memory.ELEMENT_BYTES},
+        weight_bytes={d: memory.weight_bytes(model, d) for d in memory.WEIGHT_BYTES},
         kv_bytes_per_1000_tokens={
-            dtype: config.kv_bytes_per_token(size) * _KV_TOKENS
-            for dtype, size in memory.ELEMENT_BYTES.items()
+            dtype: config.kv_bytes_per_token(dtype) * _KV_TOKENS for dtype in get_args(KvDtype)
         },
     )
 

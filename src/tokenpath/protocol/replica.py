@@ -59,6 +59,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_context_tokens: int
     """Most tokens a sequence may have: the model's context, the spec's cap, and the KV pool."""
     dtype: str
+    kv_dtype: str
+    """Of keys and values."""
     weight_bytes: int
     kv_bytes_per_token: int
     kv_blocks_total: int

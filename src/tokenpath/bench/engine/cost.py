@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpath.models.architecture import ModelConfig
+from tokenpath.models.architecture import KvDtype, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ModelCost:
 
 
 def model_cost(
-    config: ModelConfig, *, weight_bytes: int, table_element_bytes: int, kv_element_bytes: int
+    config: ModelConfig, *, weight_bytes: int, table_element_bytes: int, kv_dtype: KvDtype
 ) -> ModelCost:
     """Count a model.
 
@@ -50,7 +50,7 @@ def model_cost(
     layer = 2 * config.hidden_size * heads + 2 * config.hidden_size * kv
     layer += 3 * config.hidden_size * config.intermediate_size
     sliding = sum(config.kind(index) == "sliding" for index in range(config.layers))
-    token_kv = 2 * kv * kv_element_bytes
+    token_kv = 2 * config.kv_heads * config.kv_head_bytes(kv_dtype)
     return ModelCost(
         weight_bytes=weight_bytes - table * table_element_bytes,
         token_operations=2 * config.layers * layer,

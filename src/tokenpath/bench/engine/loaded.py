@@ -15,7 +15,7 @@ from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.build import Around, Progress, build_engine, dtype_for
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.kv_cache import kv_blocks_for
-from tokenpath.engine.precision import torch_dtype
+from tokenpath.engine.precision import settle_kv_dtype
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models.local import LocalModel, open_model
 from tokenpath.models.progress import Progress as PullProgress
@@ -33,6 +33,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     dtype: str
     """Of the weights as held."""
+    kv_dtype: str
     kernels: str
     """The native kernels' instruction set, or ``torch``."""
     threads: int
@@ -61,6 +62,7 @@ class LoadedModel:
             architecture=card.architecture,
             parameters=card.parameters,
             dtype=card.dtype,
+            kv_dtype=card.kv_dtype,
             kernels=self.runner.kernels,
             threads=self.runner.threads,
             weight_bytes=card.weight_bytes,
@@ -81,7 +83,7 @@ def pool_tokens(local: LocalModel, settings: EngineSettings) -> int:
     """Tokens that the KV pool of these settings holds. Raises ``SpecError`` if not even a block."""
     blocks = kv_blocks_for(
         local.config,
-        torch_dtype(dtype_for(local.config, settings)),
+        settle_kv_dtype(settings.kv_dtype, dtype_for(local.config, settings)),
         block_tokens=settings.block_tokens,
         kv_cache_bytes=settings.kv_cache_bytes,
         kv_cache_tokens=settings.kv_cache_tokens,

@@ -100,5 +100,5 @@ def _cost(loaded: LoadedModel) -> ModelCost:
         loaded.local.config,
         weight_bytes=loaded.core.card.weight_bytes,
         table_element_bytes=runner.dtype.itemsize if runner.kernels == "torch" else 1,
-        kv_element_bytes=runner.dtype.itemsize,
+        kv_dtype=runner.kv_dtype,
     )

@@ -15,7 +15,8 @@ def render(report: EngineReport) -> RenderableType:
     """One row per work, and below what the whole run found."""
     subject = report.subject
     title = Text(
-        f"{subject.model}, {subject.dtype}, {subject.kernels} kernels, {subject.threads} threads"
+        f"{subject.model}, {subject.dtype}, KV {subject.kv_dtype}, {subject.kernels} kernels, "
+        f"{subject.threads} threads"
     )
     works = Table(title=title, title_justify="left")
     works.add_column("work")

@@ -74,7 +74,9 @@ def render(report: PerplexityReport) -> RenderableType:
     """A row for each part and one for all of them."""
     subject = report.measured
     table = Table(
-        title=Text(f"{subject.model}, {subject.dtype}, {subject.kernels} kernels"),
+        title=Text(
+            f"{subject.model}, {subject.dtype}, KV {subject.kv_dtype}, {subject.kernels} kernels"
+        ),
         title_justify="left",
     )
     table.add_column("text")

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from tokenpath.engine.batch import StepBatch
+from tokenpath.engine.kernels.balance import key_balance
 from tokenpath.engine.kernels.base import AttentionSpec, Linear
 from tokenpath.engine.kernels.packed import PackedMatrix
-from tokenpath.engine.kv_cache import KvCache
+from tokenpath.engine.kv_cache import KvCache, KvLayer
 from tokenpath.engine.layers import Attention, Decoder, RMSNorm
 from tokenpath.engine.rotary import Rotary
 from tokenpath.models.architecture import LayerKind, ModelConfig
@@ -35,9 +36,9 @@ def obstacle(config: ModelConfig, block_tokens: int) -> str | None:
     for name, size in sizes.items():
         if size % _ALIGNED:
             return f"its {name} {size} is no multiple of {_ALIGNED}"
-    if config.head_dim > 256:  # noqa: PLR2004 - MAX_HEAD_DIM of attention.h
+    if config.head_dim > 256:  # noqa: PLR2004 - MAX_HEAD_DIM of kv.h
         return f"its head size {config.head_dim} is above 256"
-    if config.heads // config.kv_heads > 48:  # noqa: PLR2004 - UNIT_ROWS of attention.h
+    if config.heads // config.kv_heads > 48:  # noqa: PLR2004 - UNIT_ROWS of attention_products.h
         return "more than 48 query heads share a KV head"
     if block_tokens % _KV_GROUP:
         return f"block_tokens is {block_tokens}, no multiple of {_KV_GROUP}"
@@ -152,23 +153,21 @@ class NativeProgram:
         projected = self._buffer("projected", rows)
         program.matmul(source, projected, self._matrix(attention.qkv), False, "", False)
         shape = self._shape(spec)
-        layer = self._cache.layers[attention.layer]
-        keys, values = layer.keys.data_ptr(), layer.values.data_ptr()
+        pool = self._pool(self._cache.layers[attention.layer])
         norm = attention.query_key_norm
         program.split(
             projected,
             shape,
-            keys,
-            values,
-            self._block_tokens,
+            pool,
             0 if norm is None else self._address(norm.weight),
             0.0 if norm is None else norm.eps,
+            self._balance(attention),
             self._rotary[attention.kind],
         )
         width = spec.heads * spec.head_dim
         attended = self._buffer("attended", width)
         rounded = self._buffer("attended, rounded", width, quantized=True)
-        program.attend(attended, shape, keys, values, self._block_tokens)
+        program.attend(attended, shape, pool)
         program.quantize(attended, rounded, width, _by_run(attention.out))
         return rounded
 
@@ -192,6 +191,26 @@ class NativeProgram:
             spec.window or 0,
             spec.softcap or 0.0,
         )
+
+    def _balance(self, attention: Attention) -> int:
+        if self._cache.layers[attention.layer].key_scales is None:
+            return 0
+        spec, bias = attention.spec, _packed(attention.qkv).bias
+        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        norm = attention.query_key_norm
+        factors = key_balance(
+            spec,
+            bias=None if bias is None else torch.from_numpy(bias[:rows]),
+            norm=None if norm is None else norm.weight,
+        )
+        return 0 if factors is None else self._address(factors)
+
+    def _pool(self, layer: KvLayer) -> Any:
+        addresses = (
+            0 if tensor is None else tensor.data_ptr()
+            for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales)
+        )
+        return self._native.KvPool(*addresses, self._block_tokens)
 
     def _address(self, tensor: torch.Tensor) -> int:
         held = tensor.float().contiguous()

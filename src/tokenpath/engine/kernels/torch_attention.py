@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from tokenpath.engine.batch import IntArray, StepBatch
 from tokenpath.engine.kernels.base import AttentionSpec
+from tokenpath.engine.kernels.torch_kv import read_pool
 from tokenpath.engine.kv_cache import KvLayer
 
 _MOST_PADDING = 2
@@ -57,8 +58,10 @@ class TorchAttention:
         spec = self.spec
         shape = (group.sequences, -1, spec.kv_heads, spec.head_dim)
         # [sequences, kv_heads, keys, head_dim], without copying beyond the gather itself
-        keys = kv.keys.flatten(0, 1).index_select(0, group.slots).view(shape).transpose(1, 2)
-        values = kv.values.flatten(0, 1).index_select(0, group.slots).view(shape).transpose(1, 2)
+        dtype = queries.dtype
+        keys = read_pool(kv.keys, kv.key_scales, group.slots, dtype).view(shape).transpose(1, 2)
+        values = read_pool(kv.values, kv.value_scales, group.slots, dtype)
+        values = values.view(shape).transpose(1, 2)
         grouped = queries.view(
             group.sequences,
             group.queries,

@@ -12,6 +12,7 @@ from tokenpath.engine.batch import StepBatch
 from tokenpath.engine.kernels.base import Activation, AttentionSpec, AttentionStep
 from tokenpath.engine.kernels.quantize import Bits, to_int8
 from tokenpath.engine.kernels.torch_attention import plan_torch_attention
+from tokenpath.engine.kernels.torch_kv import write_pool
 from tokenpath.engine.kernels.torch_quantized import QuantizedLinear, quantized_linear
 from tokenpath.engine.kv_cache import KvLayer
 from tokenpath.engine.rotary import Angles
@@ -37,7 +38,7 @@ class TorchBackend:
     """A ``KernelBackend`` of torch calls."""
 
     dtype: torch.dtype
-    """Of activations, KV, and weights that are not quantized."""
+    """Of activations, and weights that are not quantized."""
     device: str
     bits: Bits | None = None
     """Of quantized weights. None: weights as they come."""
@@ -87,8 +88,8 @@ class TorchBackend:
     def write_kv(
         self, kv: KvLayer, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        kv.keys.flatten(0, 1).index_copy_(0, slots, keys)
-        kv.values.flatten(0, 1).index_copy_(0, slots, values)
+        write_pool(kv.keys, kv.key_scales, keys, slots)
+        write_pool(kv.values, kv.value_scales, values, slots)
 
     def plan_attention(
         self, batch: StepBatch, specs: Collection[AttentionSpec]

@@ -1,4 +1,4 @@
-// The steps between products, one row (token) at a time: norms, quantization, rotary embedding.
+// The steps between products, one row (token) at a time: norms and quantization.
 //
 // Activations between products are float32. A row's result depends on that row alone.
 #pragma once
@@ -34,10 +34,11 @@ struct Largest {
         most = vmax(most, vabs(v));
         poison += v * splat(0.0f);
     }
-    float scale() const { return max(most) / 127.0f + sum(poison); }
-    float inverse() const {
+    // Of codes up to `top`; and what to multiply with to get them.
+    float scale(float top = 127.0f) const { return max(most) / top + sum(poison); }
+    float inverse(float top = 127.0f) const {
         const float largest = max(most);
-        return largest > 0.0f ? 127.0f / largest : 0.0f;
+        return largest > 0.0f ? top / largest : 0.0f;
     }
 };
 
@@ -104,54 +105,6 @@ inline void norm_row(const float* x, const float* weight, float eps, int columns
     for (int k = 0; k < columns; k += LANES) {
         const F32 y = load<F32>(x + k) * factor * load<F32>(weight + k);
         store(to + k, add ? load<F32>(to + k) + y : y);
-    }
-}
-
-// Rotates one head in place. cos and sin have one value per plane; the planes are the pairs
-// (i, i + head_dim / 2). head_dim is a multiple of 32.
-inline void rotate_head(float* x, const float* cos, const float* sin, int head_dim) {
-    const int half = head_dim / 2;
-    for (int i = 0; i < half; i += LANES) {
-        const F32 a = load<F32>(x + i), b = load<F32>(x + half + i);
-        const F32 c = load<F32>(cos + i), s = load<F32>(sin + i);
-        store(x + i, a * c - b * s);
-        store(x + half + i, b * c + a * s);
-    }
-}
-
-// One row of the fused q, k, v projection: norms of the heads, rotation, queries scaled and rounded
-// to bfloat16 for the attention, keys and values written into the pool.
-inline void split_row(const SplitArgs& args, size_t token) {
-    const AttentionShape& shape = *args.shape;
-    const int d = shape.head_dim;
-    float* row = args.projected + token * args.stride;
-    const float* cos = args.cos + token * (d / 2);
-    const float* sin = args.sin + token * (d / 2);
-    for (int head = 0; head < shape.heads + shape.kv_heads; head++) {
-        float* x = row + head * d;
-        if (args.norm != nullptr) norm_row(x, args.norm + head * d, args.eps, d, x, false);
-        rotate_head(x, cos, sin, d);
-    }
-    uint16_t* q = args.queries + token * size_t(shape.heads * d);
-    for (int i = 0; i < shape.heads * d; i += LANES) {
-        typedef uint16_t U16x16 __attribute__((vector_size(32)));
-        const U32 bits = to_bf16(load<F32>(row + i) * splat(shape.scale));
-        store(q + i, __builtin_convertvector(bits, U16x16));
-    }
-    const int64_t slot = args.slots[token];
-    const int64_t block = slot / args.pool.block_tokens;
-    const int offset = int(slot % args.pool.block_tokens);
-    for (int head = 0; head < shape.kv_heads; head++) {
-        const float* key = row + (shape.heads + head) * d;
-        const float* value = key + shape.kv_heads * d;
-        const size_t base = args.pool.base(block, head, shape);
-        uint16_t* k = args.pool.keys + base + size_t(offset / LANES) * d * LANES + offset % LANES * 2;
-        for (int i = 0; i < d; i += 2) {
-            k[i * LANES] = to_bf16(key[i]);
-            k[i * LANES + 1] = to_bf16(key[i + 1]);
-        }
-        uint16_t* v = args.pool.values + base + size_t(offset / 2) * d * 2 + offset % 2;
-        for (int i = 0; i < d; i++) v[2 * i] = to_bf16(value[i]);
     }
 }
 

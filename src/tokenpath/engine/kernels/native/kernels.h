@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "kv.h"
 #include "layout.h"
 
 namespace tokenpath {
@@ -17,6 +18,7 @@ struct Kernels {
     void (*norm_row)(const float* x, const float* weight, float eps, int columns, float* to, bool add);
     void (*split_row)(const SplitArgs&, size_t token);
     void (*attend_unit)(const AttendArgs&, const AttendUnit&, void* scratch);
+    void (*merge_unit)(const AttendArgs&, const AttendUnit&, void* scratch);
     size_t attend_scratch_bytes;
     int attend_unit_rows;
 };

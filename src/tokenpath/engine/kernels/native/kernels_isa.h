@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "kernels.h"
+#include "kv_write.h"
 #include "matmul.h"
 
 #define TOKENPATH_STRING_(x) #x
@@ -15,12 +16,17 @@ static void attend(const AttendArgs& args, const AttendUnit& unit, void* scratch
     ISA::attend_unit(args, unit, *static_cast<ISA::AttendScratch*>(scratch));
 }
 
+static void merge(const AttendArgs& args, const AttendUnit& unit, void* scratch) {
+    ISA::merge_unit(args, unit, *static_cast<ISA::AttendScratch*>(scratch));
+}
+
 extern const Kernels TOKENPATH_TABLE(ISA);
 const Kernels TOKENPATH_TABLE(ISA) = {
     TOKENPATH_STRING(ISA), ISA::TILE_ROWS,
     ISA::matmul_panel,     ISA::scale_row,
     ISA::quantize_tile,    ISA::norm_row,
     ISA::split_row,        attend,
+    merge,
     sizeof(ISA::AttendScratch), ISA::UNIT_ROWS,
 };
 

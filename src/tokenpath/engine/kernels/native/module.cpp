@@ -74,9 +74,6 @@ Operation norm(Kind kind, int from, int to, int columns, uintptr_t weight, float
     return op;
 }
 
-KvPool pool(uintptr_t keys, uintptr_t values, int block_tokens) {
-    return {reinterpret_cast<uint16_t*>(keys), reinterpret_cast<uint16_t*>(values), block_tokens};
-}
 
 }  // namespace
 
@@ -177,6 +174,15 @@ NB_MODULE(_native, m) {
         }, nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
            nb::arg("window"), nb::arg("softcap"));
 
+    nb::class_<KvPool>(m, "KvPool")
+        .def("__init__", [](KvPool* self, uintptr_t keys, uintptr_t values, uintptr_t key_scales,
+                            uintptr_t value_scales, int block_tokens) {
+            new (self) KvPool{reinterpret_cast<void*>(keys), reinterpret_cast<void*>(values),
+                              reinterpret_cast<float*>(key_scales),
+                              reinterpret_cast<float*>(value_scales), block_tokens};
+        }, nb::arg("keys"), nb::arg("values"), nb::arg("key_scales"), nb::arg("value_scales"),
+           nb::arg("block_tokens"));
+
     nb::class_<Team>(m, "Team").def(nb::init<int>(), nb::arg("threads"));
 
     nb::class_<Program>(m, "Program")
@@ -212,22 +218,22 @@ NB_MODULE(_native, m) {
             self.append(op);
         }, nb::arg("source"), nb::arg("to"), nb::arg("matrix"), nb::arg("add"), nb::arg("activation"),
            nb::arg("sampled"))
-        .def("split", [](Program& self, int from, const AttentionShape& shape, uintptr_t keys,
-                         uintptr_t values, int block_tokens, uintptr_t weight, float eps, int rotary) {
+        .def("split", [](Program& self, int from, const AttentionShape& shape, const KvPool& pool,
+                         uintptr_t weight, float eps, uintptr_t balance, int rotary) {
             Operation op = norm(Kind::split, from, -1, 0, weight, eps, false, false);
             op.shape = shape;
-            op.pool = pool(keys, values, block_tokens);
+            op.pool = pool;
+            op.balance = reinterpret_cast<const float*>(balance);
             op.rotary = rotary;
             self.append(op);
-        }, nb::arg("source"), nb::arg("shape"), nb::arg("keys"), nb::arg("values"),
-           nb::arg("block_tokens"), nb::arg("norm"), nb::arg("eps"), nb::arg("rotary"))
-        .def("attend", [](Program& self, int to, const AttentionShape& shape, uintptr_t keys,
-                          uintptr_t values, int block_tokens) {
+        }, nb::arg("source"), nb::arg("shape"), nb::arg("pool"), nb::arg("norm"), nb::arg("eps"),
+           nb::arg("balance"), nb::arg("rotary"))
+        .def("attend", [](Program& self, int to, const AttentionShape& shape, const KvPool& pool) {
             Operation op = rows(Kind::attend, -1, to, 0, false);
             op.shape = shape;
-            op.pool = pool(keys, values, block_tokens);
+            op.pool = pool;
             self.append(op);
-        }, nb::arg("to"), nb::arg("shape"), nb::arg("keys"), nb::arg("values"), nb::arg("block_tokens"))
+        }, nb::arg("to"), nb::arg("shape"), nb::arg("pool"))
         .def("gather", [](Program& self, int from, int to, int columns) {
             self.append(rows(Kind::gather, from, to, columns, true));
         }, nb::arg("source"), nb::arg("to"), nb::arg("columns"))

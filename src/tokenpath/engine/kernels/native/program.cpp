@@ -50,29 +50,70 @@ int Program::buffer(int columns, bool quantized) {
 void Program::append(const Operation& operation) {
     operations_.push_back(operation);
     if (operation.kind != Kind::attend) return;
-    const int heads = operation.shape.heads, kv_heads = operation.shape.kv_heads;
+    const AttentionShape& shape = operation.shape;
     const auto same = std::find_if(plans_.begin(), plans_.end(), [&](const Plan& plan) {
-        return plan.heads == heads && plan.kv_heads == kv_heads;
+        return plan.heads == shape.heads && plan.kv_heads == shape.kv_heads &&
+               plan.head_dim == shape.head_dim && plan.window == shape.window;
     });
     operations_.back().plan = size_t(same - plans_.begin());
-    if (same == plans_.end()) plans_.push_back({heads, kv_heads, {}});
+    if (same == plans_.end())
+        plans_.push_back({shape.heads, shape.kv_heads, shape.head_dim, shape.window, {}, {}});
 }
 
 void Program::plan_attention(const StepInput& step) {
-    for (Plan& plan : plans_) {
+    for (size_t index = 0; index < plans_.size(); index++) {
+        Plan& plan = plans_[index];
         plan.units.clear();
+        plan.merges.clear();
         const int most = std::max(1, kernels_->attend_unit_rows / (plan.heads / plan.kv_heads));
+        int64_t total = 0;
         for (size_t chunk = 0; chunk < step.batch.chunks; chunk++) {
             const int64_t begin = step.batch.row_starts[chunk], end = step.batch.row_starts[chunk + 1];
             // From the end: the last queries of a prompt see the most keys, and what is long should
             // be begun early.
             for (int64_t stop = end; stop > begin; stop -= most) {
-                const int64_t first = std::max(begin, stop - most);
+                const int64_t row = std::max(begin, stop - most);
+                const int64_t position = step.batch.context_tokens[chunk] - (end - row);
+                const int64_t seen = position + (stop - row);  // keys before this one
+                const bool slides = plan.window > 0 && position + 1 > plan.window;
+                const int64_t first = slides ? (position + 1 - plan.window) / PART : 0;
+                const int64_t last = (seen + PART - 1) / PART;
+                total += (last - first) * (stop - row) * plan.kv_heads;
                 for (int head = 0; head < plan.kv_heads; head++)
-                    plan.units.push_back({int(chunk), head, first, int(stop - first)});
+                    plan.units.push_back({int(chunk), head, row, int(stop - row), first, last, first, last, 0});
             }
         }
+        cut_units(index, total);
     }
+}
+
+// Cuts units that are so large a share of a layer's attention (`total` parts times queries) that
+// threads would wait for the one that has them: a long sequence that is alone, or nearly so.
+void Program::cut_units(size_t index, int64_t total) {
+    Plan& plan = plans_[index];
+    const int64_t fair = total / (2 * team_->size());
+    if (team_->size() == 1) return;
+    size_t partials = 0;
+    std::vector<AttendUnit> units;
+    for (AttendUnit& unit : plan.units) {
+        const int64_t parts = unit.last - unit.first, size = parts * unit.queries;
+        const int64_t pieces = std::min(parts, (size + fair - 1) / std::max<int64_t>(fair, 1));
+        if (size <= fair || pieces < 2) {
+            units.push_back(unit);
+            continue;
+        }
+        unit.partial = partials;
+        partials += size_t(parts) * unit.queries * (plan.heads / plan.kv_heads);
+        plan.merges.push_back(unit);
+        for (int64_t piece = 0; piece < pieces; piece++) {
+            units.push_back(unit);
+            units.back().begin = unit.first + parts * piece / pieces;
+            units.back().end = unit.first + parts * (piece + 1) / pieces;
+        }
+    }
+    plan.units = std::move(units);
+    const size_t floats = partials * partial_floats(plan.head_dim);
+    if (partials_.size() < floats) partials_.resize(floats);
 }
 
 // Calls work(i) for every i < count, shared by the threads (phase is the operation's index, or that
@@ -102,11 +143,16 @@ void Program::run(const StepInput& step) {
             rotary.sin.resize(size);
         }
     }
-    size_t query_columns = 0;
-    for (const auto& op : operations_)
-        if (op.kind == Kind::split)
-            query_columns = std::max(query_columns, size_t(op.shape.heads) * op.shape.head_dim);
-    if (queries_.size() < step.tokens * query_columns) queries_.resize(step.tokens * query_columns);
+    size_t query_heads = 0, query_columns = 0;
+    for (const auto& op : operations_) {
+        if (op.kind != Kind::split) continue;
+        query_heads = std::max(query_heads, size_t(op.shape.heads));
+        query_columns = std::max(query_columns, size_t(op.shape.heads) * op.shape.head_dim);
+    }
+    if (queries_.size() < step.tokens * query_columns) {
+        queries_.resize(step.tokens * query_columns);
+        query_scales_.resize(step.tokens * query_heads);
+    }
     if (scratch_.empty())
         for (int i = 0; i < team_->size(); i++) scratch_.emplace_back(kernels_->attend_scratch_bytes + 64);
     plan_attention(step);
@@ -186,17 +232,22 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
         case Kind::split: {
             const Rotary& rotary = rotaries_[op.rotary];
             SplitArgs args{&op.shape, op.pool, floats(op.from, 0), size_t(buffers_[op.from].columns),
-                           op.weight, op.eps,  rotary.cos.data(),  rotary.sin.data(),
-                           step.slots, queries_.data()};
+                           op.weight, op.eps,  op.balance,  rotary.cos.data(),  rotary.sin.data(),
+                           step.slots, queries_.data(), query_scales_.data()};
             shares(rows, [&](size_t t) { kernels_->split_row(args, t); });
             break;
         }
         case Kind::attend: {
-            AttendArgs args{&op.shape, op.pool, step.batch, queries_.data(), floats(op.to, 0)};
+            const AttendArgs args{&op.shape,       op.pool, step.batch, queries_.data(), query_scales_.data(),
+                                  floats(op.to, 0), partials_.data()};
             unsigned char* raw = scratch_[thread].data();
             void* scratch = raw + (64 - reinterpret_cast<uintptr_t>(raw) % 64) % 64;
-            const std::vector<AttendUnit>& units = plans_[op.plan].units;
-            shares(units.size(), [&](size_t i) { kernels_->attend_unit(args, units[i], scratch); });
+            const Plan& plan = plans_[op.plan];
+            shares(plan.units.size(), [&](size_t i) { kernels_->attend_unit(args, plan.units[i], scratch); });
+            if (plan.merges.empty()) break;
+            team_->barrier();
+            share(operations_.size() + index, thread, plan.merges.size(),
+                  [&](size_t i) { kernels_->merge_unit(args, plan.merges[i], scratch); });
             break;
         }
         case Kind::gather:

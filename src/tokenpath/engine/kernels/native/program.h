@@ -40,6 +40,7 @@ struct Operation {
     float scale = 0.0f;
     float eps = 0.0f;
     const float* weight = nullptr;
+    const float* balance = nullptr;  // of a split
     Weights matrix{};
     Output output = Output::store;
     Activation activation = Activation::silu;
@@ -84,6 +85,7 @@ class Program {
     template <class Work>
     void share(size_t operation, int thread, size_t count, const Work& work);
     void plan_attention(const StepInput& step);
+    void cut_units(size_t plan, int64_t total);
 
     std::shared_ptr<Team> team_;
     const Kernels* kernels_;
@@ -91,12 +93,15 @@ class Program {
     std::vector<Buffer> buffers_;
     std::vector<Rotary> rotaries_;
     std::vector<uint16_t> queries_;
-    // Layers with the same heads attend in the same units.
+    std::vector<float> query_scales_;
+    // Layers with the same heads and window attend in the same units.
     struct Plan {
-        int heads, kv_heads;
-        std::vector<AttendUnit> units;
+        int heads, kv_heads, head_dim, window;
+        std::vector<AttendUnit> units;   // and pieces of those that are cut
+        std::vector<AttendUnit> merges;  // units that are cut
     };
     std::vector<Plan> plans_;
+    std::vector<float> partials_;
     std::vector<std::vector<unsigned char>> scratch_;  // of each thread
     // A line of its own for each, which its thread writes while others do not read.
     struct alignas(64) Counter {

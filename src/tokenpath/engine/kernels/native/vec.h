@@ -28,6 +28,7 @@ constexpr int TILE_ROWS = 3;
 typedef float F32 __attribute__((vector_size(64)));
 typedef int32_t I32 __attribute__((vector_size(64)));
 typedef uint32_t U32 __attribute__((vector_size(64)));
+typedef int16_t I16x32 __attribute__((vector_size(64)));
 typedef uint8_t U8x64 __attribute__((vector_size(64)));
 
 inline F32 splat(float value) { return F32{} + value; }
@@ -66,7 +67,14 @@ inline F32 fused(F32 a, F32 b, F32 c) {
 inline F32 select(I32 mask, F32 yes, F32 no) {
     return (F32)(((I32)yes & mask) | ((I32)no & ~mask));
 }
-inline F32 vmax(F32 a, F32 b) { return select(a > b, a, b); }
+// The second of the two where either is NaN.
+inline F32 vmax(F32 a, F32 b) {
+#if defined(__AVX512F__)
+    return (F32)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return select(a > b, a, b);
+#endif
+}
 inline F32 vabs(F32 x) { return (F32)((I32)x & 0x7fffffff); }
 
 // The order in which lanes are added is fixed, so that sums do not depend on the compiler's mood.
@@ -198,6 +206,33 @@ inline I32 dot_u8s16(I32 acc, const uint8_t* x, int32_t y) {
     const int32_t low = int16_t(y & 0xffff), high = y >> 16;
     for (int i = 0; i < LANES; i++) acc[i] += x[2 * i] * low + x[2 * i + 1] * high;
     return acc;
+#endif
+}
+
+// acc[lane] += x[2 lane] * y[0] + x[2 lane + 1] * y[1]; x are 32 16-bit integers, y is two of them.
+inline I32 dot_s16(I32 acc, I16x32 x, int32_t y) {
+#if defined(__AVX512VNNI__)
+    return (I32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)x, _mm512_set1_epi32(y));
+#elif defined(__AVX2__)
+    __m256i sums[2], half[2];
+    std::memcpy(sums, &acc, 64);
+    std::memcpy(half, &x, 64);
+    for (int i = 0; i < 2; i++)
+        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(half[i], _mm256_set1_epi32(y)));
+    return load<I32>(sums);
+#else
+    const I32 both = (I32)x;
+    return acc + (both << 16 >> 16) * int32_t(int16_t(y & 0xffff)) + (both >> 16) * (y >> 16);
+#endif
+}
+
+// Thirty-two signed bytes.
+inline I16x32 load_s8(const int8_t* from) {
+#if defined(__AVX512BW__)
+    return (I16x32)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+#else
+    typedef int8_t I8x32 __attribute__((vector_size(32)));
+    return __builtin_convertvector(load<I8x32>(from), I16x32);
 #endif
 }
 
