@@ -57,7 +57,7 @@ def test_too_large_a_pool_is_refused_with_the_largest_that_fits(model, dtype, un
     message = refuse(model, available, dtype=dtype, **{key: 1 << 40})
     assert f"the largest {key} that fits is " in message
     fits = int(message.rsplit(" ", 1)[1])
-    token = model.config.kv_bytes_per_token(4 if dtype == "float32" else 2)
+    token = model.config.kv_bytes_per_token("float32" if dtype == "float32" else "bfloat16")
     pool = fits * (1 if unit == "bytes" else token)
     # One block of 16 tokens more would be too much.
     assert 0 <= available - memory.needed_bytes(model, dtype, pool) < 16 * token

@@ -16,8 +16,8 @@ from tokenpath.models.local import LocalModel, open_model
 from tokenpath.protocol.errors import SpecError
 
 VOCAB = 256
-PROMPTS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 130, 600)
-"""Tokens; the last one's keys are attended to in three parts, which threads may share."""
+PROMPTS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 130, 300)
+"""Tokens; the last one's keys are attended to in two parts, which threads may share."""
 OF_ROUNDING = {8: 1.0, 4: 0.3}
 """How far the kernels may be from torch, as a part of what rounding the weights has changed. They
 keep keys, values and attention's weights in bfloat16, and a last bit there moves the 8-bit rounding
@@ -28,7 +28,7 @@ KERNELS = () if native_module() is None else native_module().usable()
 FAMILIES = ("llama", "llama-bias", "mistral-sliding", "qwen2-tied", "qwen3-32", "gemma3-32")
 
 
-NUMBERS = [(8, "bfloat16"), (4, "bfloat16"), (8, "int8"), (4, "int8")]
+NUMBERS = [(8, "bfloat16"), (4, "bfloat16"), (8, "int8")]
 """Bits of weights, and the type of keys and values."""
 
 
