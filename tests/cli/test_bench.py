@@ -87,7 +87,7 @@ def test_all_requests_failing_is_a_failure(inside):
         (
             ["--rate", "1", "--concurrency", "2"],
             2,
-            "--concurrency and --rate contradict each other",
+            "--rate and --concurrency contradict each other",
         ),
         (["--trace", "missing.csv"], 2, "cannot read the trace missing.csv: No such file"),
         (["--api-key-env", "NOT_SET_ANYWHERE"], 2, "the environment variable NOT_SET_ANYWHERE"),
