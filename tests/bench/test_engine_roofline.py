@@ -19,28 +19,21 @@ def test_without_a_word_about_caches_a_size_is_assumed(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
-def test_limits_name_the_best_method(dtype, monkeypatch):
+def test_a_probe_takes_the_best_method_and_measures_with_it(dtype, monkeypatch):
     monkeypatch.setattr(roofline, "_METHOD_S", 0.0)
+    monkeypatch.setattr(roofline, "_LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(roofline, "last_level_cache_bytes", lambda: 1 << 18)
     monkeypatch.setattr(roofline, "ROWS", 16)
     torch.set_num_threads(1)
-    for limit in (roofline.read_limit(1 << 20), roofline.product_limit(dtype, 1 << 20)):
-        assert limit.per_s == limit.methods[limit.method] == max(limit.methods.values()) > 0
-
-
-def limits(read, product):
-    return roofline.Roofline(
-        read_bytes_per_s=read,
-        read_method="r",
-        read_methods={"r": read},
-        product_ops_per_s=product,
-        product_method="p",
-        product_methods={"p": product},
-        product_dtype="int8",
-        cache_bytes=1,
-        operand_bytes=4,
-    )
-
-
-def test_the_best_of_several_measurements_is_taken_limit_by_limit():
-    assert roofline.best([]) is None
-    assert roofline.best([limits(3.0, 1.0), limits(2.0, 5.0)]) == limits(3.0, 5.0)
+    probe = roofline.Probe(dtype, threads=2)
+    found = probe.roofline
+    assert found.operand_bytes == 1 << 20
+    assert found.read_bytes_per_s == found.read_methods[found.read_method]
+    assert found.read_bytes_per_s == max(found.read_methods.values())
+    assert found.product_ops_per_s == found.product_methods[found.product_method]
+    assert found.product_ops_per_s == max(found.product_methods.values())
+    now = probe()
+    assert now.read_bytes_per_s > 0
+    assert now.product_ops_per_s > 0
+    assert torch.get_num_threads() == 1
+    assert ("oneDNN" in found.product_methods) == (dtype == "int8")

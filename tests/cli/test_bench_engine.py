@@ -65,6 +65,10 @@ def test_the_report_says_what_was_measured_and_how(report):
     assert set(found["versions"]) >= {"python", "torch", "numpy"}
     assert found["roofline"]["operand_bytes"] >= 4 * found["roofline"]["cache_bytes"]
     assert found["roofline"]["product_dtype"] == "int8"
+    for figure in found["spread"].values():
+        assert figure["read_limit_bytes_per_s"] > figure["read_bytes_per_s"] > 0
+        assert 0 < figure["read_share"] < 1
+        assert 0 < figure["product_share"] < 1
     assert "round 2 of 2: decode_3_20" in done.stderr
     assert "decode_3_20" in done.stdout
     assert "of the read limit" in done.stdout

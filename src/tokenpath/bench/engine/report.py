@@ -41,8 +41,12 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """Weights, keys and values that had to be read, over the time."""
     product_ops_per_s: float
     """Operations of the products with weights, over the time."""
+    read_limit_bytes_per_s: float | None
+    """What the machine read just before and after, the median; None if it was not measured."""
+    product_limit_ops_per_s: float | None
+    """The same of its products."""
     read_share: float | None
-    """Of the machine's read bandwidth; None where the rooflines were not measured."""
+    """Of the machine's read bandwidth in the same moment, the median over the rounds."""
     product_share: float | None
     """Of the machine's rate of products."""
 
@@ -111,18 +115,17 @@ def build(
         load_s=load_s,
         rss_bytes=rss_bytes,
         peak_rss_bytes=peak_rss_bytes,
-        figures={work.name: _figure(work, found, cost, roofline) for work, found in spans.items()},
+        figures={work.name: _figure(work, found, cost) for work, found in spans.items()},
         roofline=roofline,
     )
 
 
-def _figure(
-    work: Prefill | Decode, spans: Sequence[Span], cost: ModelCost, roofline: Roofline | None
-) -> Figure:
+def _figure(work: Prefill | Decode, spans: Sequence[Span], cost: ModelCost) -> Figure:
     rates = [span.tokens_per_s for span in spans]
-    step_s = statistics.median(
-        span.seconds / (span.steps if isinstance(work, Decode) else 1) for span in spans
-    )
+    steps_s = [span.seconds / (span.steps if isinstance(work, Decode) else 1) for span in spans]
+    step_s = statistics.median(steps_s)
+    reads = [statistics.fmean(m.read_bytes_per_s for m in s.limits) for s in spans if s.limits]
+    products = [statistics.fmean(m.product_ops_per_s for m in s.limits) for s in spans if s.limits]
     context = statistics.fmean(span.context_tokens for span in spans)
     if isinstance(work, Decode):
         read = cost.step_bytes(work.sequences, context)
@@ -144,8 +147,17 @@ def _figure(
         overhead=statistics.median(span.overhead for span in spans),
         read_bytes_per_s=read / step_s,
         product_ops_per_s=operations / step_s,
-        read_share=None if roofline is None else read / step_s / roofline.read_bytes_per_s,
-        product_share=(
-            None if roofline is None else operations / step_s / roofline.product_ops_per_s
-        ),
+        read_limit_bytes_per_s=statistics.median(reads) if reads else None,
+        product_limit_ops_per_s=statistics.median(products) if products else None,
+        read_share=_share(read, steps_s, reads),
+        product_share=_share(operations, steps_s, products),
+    )
+
+
+def _share(work: float, steps_s: Sequence[float], limits: Sequence[float]) -> float | None:
+    """Median over the rounds of what was reached of the round's own limit."""
+    if not limits:
+        return None
+    return statistics.median(
+        work / step_s / limit for step_s, limit in zip(steps_s, limits, strict=True)
     )

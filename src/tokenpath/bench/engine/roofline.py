@@ -1,25 +1,26 @@
 """The machine's own limits: how fast it reads memory, and how fast it multiplies.
 
 Both are measured with operands several times larger than the last-level cache, as a model's weights
-are, on as many threads as the engine has. A limit is the best that any of several methods reached
-in its best moment; an engine is held against it with its median.
+are, on as many threads as the engine has. A limit is what the best of several methods reaches. On a
+shared machine it wanders by half within seconds, so that an engine is held against the limit of its
+own moment: ``Probe`` measures it again, with the best method, before and after each work.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-import numpy as np
 import torch
 
-from tokenpath.engine.kernels.native_module import chosen_kernels, native_module
+from tokenpath.bench.engine.products import Call, Shape, Ways, int8_ways, plain_ways
 
 Product = Literal["int8", "bfloat16", "float32"]
-Call = Callable[[], object]
 
 ROWS = 512
 """Of the products: a full step of prefill."""
@@ -32,21 +33,13 @@ _LEAST_BYTES = 256 << 20
 _UNKNOWN_CACHE_BYTES = 32 << 20
 _METHOD_S = 0.5
 _LEAST_RUNS = 3
+_FALL_ASLEEP_S = 0.02
+"""Torch's threads wait for more work for some milliseconds, on CPUs that the engine's need."""
 _CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-class Limit(msgspec.Struct, frozen=True):
-    """One limit, and what reached it."""
-
-    per_s: float
-    """Bytes or operations a second."""
-    method: str
-    methods: dict[str, float]
-    """The best of every method."""
-
-
 class Roofline(msgspec.Struct, frozen=True):
-    """A machine's limits at one moment."""
+    """A machine's limits, and what reached them."""
 
     read_bytes_per_s: float
     read_method: str
@@ -62,42 +55,66 @@ class Roofline(msgspec.Struct, frozen=True):
     """What was read, and the products' weights."""
 
 
-def measure(product: Product, *, threads: int) -> Roofline:
-    """Measure both limits on so many threads; takes some seconds."""
-    cache = last_level_cache_bytes()
-    size = max(_LEAST_BYTES, _CACHES * cache)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        read = read_limit(size)
-        multiply = product_limit(product, size)
-    finally:
-        torch.set_num_threads(before)
-    return Roofline(
-        read_bytes_per_s=read.per_s,
-        read_method=read.method,
-        read_methods=read.methods,
-        product_ops_per_s=multiply.per_s,
-        product_method=multiply.method,
-        product_methods=multiply.methods,
-        product_dtype=product,
-        cache_bytes=cache,
-        operand_bytes=size,
-    )
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The limits, measured once."""
+
+    read_bytes_per_s: float
+    product_ops_per_s: float
 
 
-def best(found: Sequence[Roofline]) -> Roofline | None:
-    """The best of each limit over several measurements; None if there is none."""
-    if not found:
-        return None
-    read = max(found, key=lambda one: one.read_bytes_per_s)
-    multiply = max(found, key=lambda one: one.product_ops_per_s)
-    return msgspec.structs.replace(
-        read,
-        product_ops_per_s=multiply.product_ops_per_s,
-        product_method=multiply.product_method,
-        product_methods=multiply.product_methods,
-    )
+class Probe:
+    """The machine's limits: which method is best, and what it reaches at any moment."""
+
+    def __init__(self, product: Product, *, threads: int) -> None:
+        """Try all methods on so many threads; takes some seconds."""
+        self._threads = threads
+        self._size = max(_LEAST_BYTES, _CACHES * last_level_cache_bytes())
+        with self._on_threads():
+            reads = read_methods(self._size)
+            found = {
+                way: self._size / _fastest(call, least_s=_METHOD_S) for way, call in reads.items()
+            }
+            read = max(found, key=found.__getitem__)
+            shape, products = product_methods(product, self._size)
+            # Made when its turn comes and dropped before the next: memory holds one's weights.
+            rates = {
+                way: shape.operations / _fastest(make(), least_s=_METHOD_S)
+                for way, make in products.items()
+            }
+            multiply = max(rates, key=rates.__getitem__)
+            self._operations = shape.operations
+            self._read, self._multiply = reads[read], products[multiply]()
+        self.roofline = Roofline(
+            read_bytes_per_s=found[read],
+            read_method=read,
+            read_methods=found,
+            product_ops_per_s=rates[multiply],
+            product_method=multiply,
+            product_methods=rates,
+            product_dtype=product,
+            cache_bytes=last_level_cache_bytes(),
+            operand_bytes=self._size,
+        )
+
+    def __call__(self) -> Moment:
+        """Measure now, each limit by its best method."""
+        with self._on_threads():
+            read_s = _fastest(self._read, least_s=0.0)
+            multiply_s = _fastest(self._multiply, least_s=0.0)
+        return Moment(self._size / read_s, self._operations / multiply_s)
+
+    @contextmanager
+    def _on_threads(self) -> Iterator[None]:
+        """Torch computes on the engine's number of threads, which fall asleep at the end."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            torch.set_num_threads(before)
+            time.sleep(_FALL_ASLEEP_S)
 
 
 def last_level_cache_bytes(folder: Path = _CACHE_FOLDER) -> int:
@@ -112,105 +129,36 @@ def last_level_cache_bytes(folder: Path = _CACHE_FOLDER) -> int:
     return max(sizes, default=_UNKNOWN_CACHE_BYTES)
 
 
-@torch.inference_mode()
-def read_limit(size: int) -> Limit:
-    """Read ``size`` bytes from one end to the other, by several reductions."""
+def read_methods(size: int) -> dict[str, Call]:
+    """Several reductions, each of which reads ``size`` bytes from one end to the other."""
     words = torch.ones(size // 8, dtype=torch.int64)
     floats = words.view(torch.float32)
-    methods: dict[str, Call] = {
+    return {
         "sum of int64": words.sum,
         "sum of float32": floats.sum,
         "maximum of float32": floats.amax,
     }
-    return _best({name: words.nbytes / _fastest(call) for name, call in methods.items()})
 
 
-@torch.inference_mode()
-def product_limit(dtype: Product, size: int) -> Limit:
-    """Multiply 512 rows with weights of ``size`` bytes in all, one matrix after the other."""
+def product_methods(dtype: Product, size: int) -> tuple[Shape, Ways]:
+    """512 rows times weights of ``size`` bytes in all, one matrix after the other."""
     element = {"int8": 1, "bfloat16": 2, "float32": 4}[dtype]
-    count = -(-size // (_WIDTH * _OUTPUTS * element))
-    operations = 2.0 * ROWS * _WIDTH * _OUTPUTS * count
-    ways = {"int8": _int8_products, "bfloat16": _plain_products, "float32": _plain_products}
-    found: dict[str, float] = {}
-    for name, make in ways[dtype](dtype, count).items():
-        # Made when its turn comes and dropped before the next, so that memory holds one's weights.
-        found[name] = operations / _fastest(make())
-    return _best(found)
+    shape = Shape(ROWS, _WIDTH, _OUTPUTS, count=-(-size // (_WIDTH * _OUTPUTS * element)))
+    match dtype:
+        case "int8":
+            return shape, int8_ways(shape)
+        case "bfloat16":
+            return shape, plain_ways(shape, torch.bfloat16)
+        case "float32":
+            return shape, plain_ways(shape, torch.float32)
 
 
-_Ways = dict[str, Callable[[], Call]]
-"""Makers, by name, of calls that do all products once."""
-
-
-def _plain_products(dtype: Product, count: int) -> _Ways:
-    kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-
-    def make() -> Call:
-        rows = torch.ones(ROWS, _WIDTH, dtype=kind)
-        weights = [torch.ones(_OUTPUTS, _WIDTH, dtype=kind) for _ in range(count)]
-        return lambda: [torch.nn.functional.linear(rows, weight) for weight in weights]
-
-    return {"torch linear": make}
-
-
-def _int8_products(_: Product, count: int) -> _Ways:
-    def make() -> Call:
-        rows = torch.ones(ROWS, _WIDTH, dtype=torch.int8)
-        weights = [torch.ones(_WIDTH, _OUTPUTS, dtype=torch.int8) for _ in range(count)]
-        return lambda: [torch._int_mm(rows, weight) for weight in weights]  # noqa: SLF001 - torch has no public name for it
-
-    ways: _Ways = {"torch _int_mm": make}
-    kernels, module = chosen_kernels(), native_module()
-    if kernels is not None and module is not None:
-        ways[f"native {kernels}"] = lambda: _native_products(module, kernels, count)
-    return ways
-
-
-def _native_products(module: Any, kernels: str, count: int) -> Call:
-    """The same products as a program of the native kernels, activations rounded once."""
-    program = module.Program(module.Team(torch.get_num_threads()), kernels)
-    panels = -(-_OUTPUTS // module.PANEL)
-    scale = np.ones(panels * module.PANEL, np.float32)
-    packed = [np.ones(panels * module.panel_bytes(8, _WIDTH), np.uint8) for _ in range(count)]
-    matrices = [module.weights(8, _OUTPUTS, _WIDTH, data, scale, 0) for data in packed]
-    source = program.buffer(_WIDTH, False)
-    rounded = program.buffer(_WIDTH, True)
-    made = program.buffer(_OUTPUTS, False)
-    program.embed(source, matrices[0], 1.0)
-    program.quantize(source, rounded, _WIDTH, True)
-    for matrix in matrices:
-        program.matmul(rounded, made, matrix, False, "", False)
-    rows = np.arange(ROWS)
-    step = (
-        np.zeros(ROWS, np.int64),  # token ids
-        rows,  # positions
-        rows,  # slots: no operation writes keys
-        np.array([0, ROWS]),
-        np.array([ROWS]),
-        np.zeros((1, 1), np.int64),
-        np.array([], np.int64),
-        np.empty((0, _OUTPUTS), np.float32),
-    )
-
-    def run(kept: object = (packed, scale)) -> None:
-        del kept  # what the program has the addresses of lives as long as this function
-        program.run(*step)
-
-    return run
-
-
-def _fastest(call: Call) -> float:
-    """Seconds of the fastest of several runs, the first of which is not counted."""
+def _fastest(call: Call, *, least_s: float) -> float:
+    """Seconds of the fastest run of several over ``least_s``, the first of which is not counted."""
     call()
     times: list[float] = []
-    while len(times) < _LEAST_RUNS or sum(times) < _METHOD_S:
+    while len(times) < _LEAST_RUNS or sum(times) < least_s:
         started = time.perf_counter()
         call()
         times.append(time.perf_counter() - started)
     return min(times)
-
-
-def _best(methods: dict[str, float]) -> Limit:
-    name = max(methods, key=methods.__getitem__)
-    return Limit(methods[name], name, methods)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tokenpath.bench.engine import report, roofline
 from tokenpath.bench.engine.cost import ModelCost, model_cost
@@ -58,24 +59,28 @@ def run(
     reporter.say("warming up")
     session.warm_up()
     spans: dict[Prefill | Decode, list[Span]] = {work: [] for work in works}
-    limits: list[roofline.Roofline] = []
     rss_bytes = peak_rss_bytes = 0
+    probe = None
     for number in range(1, rounds + 1):
         for work in works:
             reporter.say(f"round {number} of {rounds}: {work.name}")
             spans[work].append(session.measure(work))
         if number == 1:
-            # Before the limits, whose operands are not the engine's memory.
             rss_bytes, peak_rss_bytes = resident_bytes(), peak_resident_bytes()
-        if with_roofline:
-            reporter.say(f"round {number} of {rounds}: the machine's limits")
-            limits.append(roofline.measure(_product(loaded), threads=loaded.runner.threads))
+            if with_roofline:
+                # Not before memory was looked at: its operands are not the engine's. The first
+                # round is held against the limits at its end, the others against their moments'.
+                reporter.say(f"round {number} of {rounds}: the machine's limits")
+                probe = roofline.Probe(_product(loaded), threads=loaded.runner.threads)
+                now = probe()
+                spans = {work: [replace(s, limits=(now,)) for s in spans[work]] for work in works}
+                session.probe = probe
     loaded.core.check_integrity()
     return report.build(
         subject=loaded.subject(),
         cost=_cost(loaded),
         spans=spans,
-        roofline=roofline.best(limits),
+        roofline=None if probe is None else probe.roofline,
         load_s=loaded.load_s,
         rss_bytes=rss_bytes,
         peak_rss_bytes=peak_rss_bytes,

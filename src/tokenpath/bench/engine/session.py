@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenpath.bench.engine.roofline import Moment
 from tokenpath.bench.engine.works import DECODE_STEPS, Decode, Prefill
 from tokenpath.engine.batch import build_batch
 from tokenpath.engine.core import EngineCore
@@ -65,6 +66,8 @@ class Span:
     """Of ``seconds``, those in the model's forward passes."""
     context_tokens: float
     """Mean context of a decoding sequence over the span; that of the last token of a prefill."""
+    limits: tuple[Moment, ...]
+    """The machine's, just before and just after; empty if they were not measured."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -92,6 +95,8 @@ class Session:
         self._core = core
         self._runner = runner
         self._step_tokens = step_tokens
+        self.probe: Callable[[], Moment] | None = None
+        """Measures the machine before and after each work, if it is set."""
         self._clock = clock
         self._random = random.Random(seed)  # noqa: S311 - prompts are no secrets
         self._numbers = itertools.count()
@@ -109,11 +114,13 @@ class Session:
 
     def _prefill(self, work: Prefill) -> Span:
         before, forward = self._core.stats(), self._runner.forward_s
+        limits = self._limits()
         started = self._clock()
         self._submit(work.tokens, 1)
         while self._core.has_work():
             self._step()
         seconds = self._clock() - started
+        limits += self._limits()
         after = self._core.stats()
         computed = after.prompt_tokens_total - before.prompt_tokens_total
         computed -= after.cached_prompt_tokens_total - before.cached_prompt_tokens_total
@@ -130,6 +137,7 @@ class Session:
             steps=after.steps_total - before.steps_total,
             forward_s=self._runner.forward_s - forward,
             context_tokens=float(work.tokens),
+            limits=limits,
         )
 
     def _decode(self, work: Decode) -> Span:
@@ -147,10 +155,12 @@ class Session:
                 before = after
             forward = self._runner.forward_s
             begun_tokens = before.generated_tokens_total - start.generated_tokens_total
+            limits = self._limits()
             started = self._clock()
             for _ in range(DECODE_STEPS):
                 self._step()
             seconds = self._clock() - started
+            limits += self._limits()
             after = core.stats()
         finally:
             for request_id in live:
@@ -165,7 +175,11 @@ class Session:
             steps=DECODE_STEPS,
             forward_s=self._runner.forward_s - forward,
             context_tokens=(sum(prompts) + begun_tokens) / work.sequences + (DECODE_STEPS - 1) / 2,
+            limits=limits,
         )
+
+    def _limits(self) -> tuple[Moment, ...]:
+        return () if self.probe is None else (self.probe(),)
 
     def _submit(self, prompt_tokens: int, max_tokens: int) -> str:
         """Queue a request of random tokens; returns its id."""

@@ -28,8 +28,8 @@ def render(report: EngineReport) -> RenderableType:
             f"{figure.median:,.1f}",
             f"{figure.min:,.1f} to {figure.max:,.1f}",
             f"{figure.step_s * 1000:,.1f}",
-            _share(figure.read_share),
-            _share(figure.product_share),
+            _share(figure.read_share, figure.read_limit_bytes_per_s, 1e9, "GB/s"),
+            _share(figure.product_share, figure.product_limit_ops_per_s, 1e12, "Tops/s"),
         )
     totals = Table(show_header=False, box=None, pad_edge=False)
     for label, value in _lines(report).items():
@@ -64,5 +64,8 @@ def _limits(roofline: Roofline) -> str:
     )
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+def _share(share: float | None, limit: float | None, unit: float, name: str) -> str:
+    """Such as ``88% of 63.1 GB/s``."""
+    if share is None or limit is None:
+        return "-"
+    return f"{share:.0%} of {limit / unit:,.2f} {name}"
