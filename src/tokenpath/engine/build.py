@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import torch
@@ -28,6 +29,9 @@ from tokenpath.protocol.replica import ModelCard
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of it that is."""
+_SPARE = 64
+"""The largest setting that is named leaves this part of memory: what is available changes by some
+megabytes from one moment to the next, and the setting has to hold at the next start too."""
 Around = Callable[[ModelRunner], Runner]
 """Puts something between the core and its runner: a stopwatch, or a reader of all logits."""
 
@@ -75,18 +79,21 @@ def build_engine(
         _check_memory(model, held, settings, num_blocks, block_bytes, available_bytes())
     if progress is not None:
         progress("reading the tokenizer", 0.0)
-    tokenizer = model.tokenizer()
-    runner = ModelRunner(
-        model,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=settings.device,
-        num_blocks=num_blocks,
-        block_tokens=settings.block_tokens,
-        bits=bits,
-        packed_cache=None if bits is None else PackedCache.usual(),
-        progress=progress,
-    )
+    with ThreadPoolExecutor(1) as aside:
+        # A tokenizer of 150,000 tokens takes as long as reading weights that are packed already.
+        tokenizer_made = aside.submit(model.tokenizer)
+        runner = ModelRunner(
+            model,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device=settings.device,
+            num_blocks=num_blocks,
+            block_tokens=settings.block_tokens,
+            bits=bits,
+            packed_cache=None if bits is None else PackedCache.usual(),
+            progress=progress,
+        )
+        tokenizer = tokenizer_made.result()
     if runner.kernels != "torch":
         # The sampler is what is left for torch. Threads of its own would spin for a while after
         # each call, on the CPUs that the native program's threads compute on.
@@ -183,7 +190,7 @@ def _check_memory(
     pool = num_blocks * block_bytes
     if fixed + pool <= available:
         return
-    blocks = (available - fixed) // block_bytes
+    blocks = (available - available // _SPARE - fixed) // block_bytes
     have = f"{human_bytes(available)} of memory are available"
     if blocks < 1:
         hint = _SMALLER.get(element, "")
