@@ -6,6 +6,7 @@ The runner owns the weights and the KV pool and knows nothing of requests, sampl
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -74,7 +75,17 @@ class ModelRunner:
         self.kv_bytes_per_token = self.config.kv_bytes_per_token(kv_dtype)
         kernels = None if bits is None else usable_kernels(self.config, dtype, device, block_tokens)
         family = find_family(self.config)
-        with torch.inference_mode():
+        with torch.inference_mode(), ThreadPoolExecutor(1) as aside:
+            # Touching the pool's memory for the first time takes as long as reading weights that
+            # are packed already.
+            allocated = aside.submit(
+                allocate_kv_cache,
+                self.config,
+                num_blocks=num_blocks,
+                block_tokens=block_tokens,
+                dtype=kv_dtype,
+                device=device,
+            )
             if bits is not None and kernels is not None:
                 decoder, self.weight_bytes = load_native(
                     model,
@@ -92,14 +103,7 @@ class ModelRunner:
                 self._decoder = decoder = family.build(self.config, loader)
                 loader.finish()
                 self.weight_bytes = loader.weight_bytes
-            # After the weights: what loading them needs for a moment is free again.
-            self._cache = allocate_kv_cache(
-                self.config,
-                num_blocks=num_blocks,
-                block_tokens=block_tokens,
-                dtype=kv_dtype,
-                device=device,
-            )
+            self._cache = allocated.result()
             if kernels is not None:
                 self._native = NativeProgram(
                     native_module(),
