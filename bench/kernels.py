@@ -4,9 +4,9 @@
 
 Runs each kind of operation as often as a step of Qwen2.5 1.5B does (28 layers, each with weights,
 keys and values of its own, so that no cache holds them), by torch in bfloat16, as `engine.dtype:
-bfloat16` computes, and by the native kernels. Steps are those of a decoding batch with 1,024 tokens
-of context, and of a prompt's chunk of 512 tokens. Torch and native kernels alternate; figures are
-medians, in milliseconds a step.
+bfloat16` computes, and by the native kernels; sampling is in float32. Steps are those of a decoding
+batch with 1,024 tokens of context, and of a prompt's chunk of 512 tokens. Torch and native kernels
+alternate; figures are medians, in milliseconds a step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,17 @@ from tokenpath.engine.batch import StepBatch, build_batch
 from tokenpath.engine.cpus import default_threads
 from tokenpath.engine.kernels.base import AttentionSpec
 from tokenpath.engine.kernels.native_module import chosen_kernels, native_module
+from tokenpath.engine.kernels.native_reducer import NativeReducer
 from tokenpath.engine.kernels.torch_backend import TorchBackend
 from tokenpath.engine.kv_cache import KvLayer
 from tokenpath.engine.rotary import Rotary
+from tokenpath.engine.rows import TORCH, Reducer
+from tokenpath.engine.sampler import sample
+from tokenpath.engine.sampling_state import SamplingState
 from tokenpath.policy.sequence import Chunk, Sequence, StepPlan
+from tokenpath.protocol.request import SamplingParams
 
-LAYERS, HIDDEN, WIDTH, BLOCK_TOKENS = 28, 1536, 8960, 16
+LAYERS, HIDDEN, WIDTH, VOCABULARY, BLOCK_TOKENS = 28, 1536, 8960, 151936, 16
 SPEC = AttentionSpec(heads=12, kv_heads=2, head_dim=128, scale=128**-0.5)
 PROJECTED = (SPEC.heads + 2 * SPEC.kv_heads) * SPEC.head_dim
 ROTATED = SPEC.heads + SPEC.kv_heads
@@ -88,6 +94,7 @@ class InTorch:
         yield "rotate, write KV", split
         yield "attention", attention
         yield "attention, int8 KV", attention
+        yield from sampling(batch, TORCH)
         for name in MATRICES:
             yield name, self._product(name, random(rows, MATRICES[name][0]))
             yield f"{name}, int4", self._product(name, random(rows, MATRICES[name][0]))
@@ -137,6 +144,7 @@ class Native:
 
             # Attention reads the queries that a split leaves; one is enough for all layers.
             yield f"attention{kind}", self._call(batch, attends, split=pools[0])
+        yield from sampling(batch, NativeReducer(self.module, self.team, self.kernels))
         for name in MATRICES:
             for bits, kind in ((8, ""), (4, ", int4")):
 
@@ -204,6 +212,18 @@ class Native:
         self.kept += tensors
         addresses = [tensor.data_ptr() for tensor in tensors] + [0, 0]
         return self.module.KvPool(*addresses[:4], BLOCK_TOKENS)
+
+
+def sampling(batch: StepBatch, reducer: Reducer) -> Iterator[tuple[str, Call]]:
+    """Drawing a token for every sequence, of logits with some hundred likely tokens."""
+    rows = len(batch.context_tokens)
+    generator = torch.Generator().manual_seed(rows)
+    logits = 2 * torch.randn(rows, VOCABULARY, generator=generator)
+    logits += 16 * (torch.rand(logits.shape, generator=generator) > 0.9998)  # noqa: PLR2004
+    for name, top_p in (("sampling", 1.0), ("sampling, top-p", 0.95)):
+        params = SamplingParams(max_tokens=1, temperature=0.8, top_p=top_p)
+        states = [SamplingState(params, prompt=(), seed=row) for row in range(rows)]
+        yield name, partial(sample, logits, states, reducer)
 
 
 def pool(dtype: torch.dtype) -> torch.Tensor:

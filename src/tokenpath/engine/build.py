@@ -128,6 +128,7 @@ def build_engine(
         text=_ModelText(tokenizer),
         card=card,
         eos_ids=model.config.eos_ids,
+        reducer=runner.reducer,
         resident_bytes=lambda: int(process.memory_info().rss),
     )
 

@@ -28,6 +28,7 @@ import torch
 from tokenpath.engine.logprobs import TokenBytes
 from tokenpath.engine.output import Detokenizer, End, Output, OutputStream
 from tokenpath.engine.randomness import fresh_seed
+from tokenpath.engine.rows import TORCH, Reducer
 from tokenpath.engine.sampler import Sampled, sample
 from tokenpath.engine.sampling_state import SamplingState
 from tokenpath.engine.stage_clock import StageClock
@@ -106,16 +107,21 @@ class EngineCore:
         text: Text,
         card: ModelCard,
         eos_ids: Collection[int],
+        reducer: Reducer = TORCH,
         clock: Callable[[], float] = time.monotonic,
         seed_source: Callable[[], int] = fresh_seed,
         resident_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed."""
+        """``reducer`` serves the sampler.
+
+        ``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed.
+        """
         self.card = card
         self._runner = runner
         self._scheduler = scheduler
         self._text = text
         self._eos_ids = frozenset(eos_ids)
+        self._reducer = reducer
         self._clock = clock
         self._seed_source = seed_source
         self._resident_bytes = resident_bytes
@@ -291,7 +297,7 @@ class EngineCore:
         if not sampling:
             return computed
         states = [self._live[chunk.sequence.request_id].sampling for chunk in sampling]
-        for chunk, drawn in zip(sampling, sample(logits, states), strict=True):
+        for chunk, drawn in zip(sampling, sample(logits, states, self._reducer), strict=True):
             request_id = chunk.sequence.request_id
             if isinstance(drawn, TokenpathError):
                 log.error("sampling request %s failed: %s", request_id, drawn.message)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from tokenpath.engine.rows import Rows, masses, select
+from tokenpath.engine.rows import Reducer, Rows, select
 from tokenpath.engine.sampling_state import SamplingState
 from tokenpath.protocol.events import TokenLogprob
 
@@ -31,16 +31,18 @@ class TokenScores:
 class ScoreTable:
     """Log probabilities of those rows of a batch whose requests want them."""
 
-    def __init__(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    def __init__(
+        self, logits: torch.Tensor, states: Sequence[SamplingState], reducer: Reducer
+    ) -> None:
         """``logits`` is float32 ``[rows, vocab]``; it may be edited afterwards."""
         wanted = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         self._scores: dict[int, _Row] = {}
         if not wanted:
             return
         chosen = select(logits, wanted)
-        rows = Rows(chosen)
-        sums = masses(chosen, [1.0] * len(wanted))
-        for place, (row, total) in enumerate(zip(wanted, sums, strict=True)):
+        rows = Rows(chosen, reducer)
+        masses = rows.sums(range(len(wanted)), [1.0] * len(wanted)).sum(-1).tolist()
+        for place, (row, total) in enumerate(zip(wanted, masses, strict=True)):
             state = states[row]
             base = float(rows.best[place]) + math.log(total)
             ids, values = rows.largest(place, state.params.logprobs or 0)

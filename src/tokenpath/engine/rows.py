@@ -9,7 +9,8 @@ fixed: value descending, then id ascending.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,48 @@ Ints = npt.NDArray[np.int64]
 
 CHUNK = 128
 _BLOCK = 8
-"""Rows whose softmax is taken at a time: 8 MB at the largest vocabularies, which the allocator
-gives again and the cache holds; all rows at once take three times as long."""
+"""Rows whose weights torch computes at a time: 8 MB at the largest vocabularies, which the
+allocator gives again and the cache holds; all rows at once take three times as long."""
+
+
+class Reducer(Protocol):
+    """The passes over whole vocabularies, chunk by chunk; no row's figures depend on another's."""
+
+    def maxima(self, chunks: torch.Tensor) -> Floats:
+        """``[rows, chunks]``: each chunk's largest logit; NaN if there is a NaN in it.
+
+        ``chunks`` is float32 ``[rows, chunks, CHUNK]``.
+        """
+        ...
+
+    def sums(self, chunks: torch.Tensor, best: Floats, temperatures: Floats) -> Floats:
+        """``[rows, chunks]``: the sum of ``exp((logit - best) / temperature)`` over each chunk.
+
+        ``best`` and ``temperatures`` are ``[rows]``; where ``best`` is not finite, nothing is
+        promised.
+        """
+        ...
+
+
+class TorchReducer:
+    """A ``Reducer`` of torch calls, on any device."""
+
+    def maxima(self, chunks: torch.Tensor) -> Floats:
+        return to_numpy(chunks.amax(-1))
+
+    def sums(self, chunks: torch.Tensor, best: Floats, temperatures: Floats) -> Floats:
+        device = chunks.device
+        highest = torch.from_numpy(best).to(device)[:, None, None]
+        divisors = torch.from_numpy(temperatures).to(device)[:, None, None]
+        found = []
+        for start in range(0, len(chunks), _BLOCK):
+            rows = slice(start, start + _BLOCK)
+            weights = (chunks[rows] - highest[rows]).div_(divisors[rows]).exp_()
+            found.append(to_numpy(weights.sum(-1)))
+        return np.concatenate(found)
+
+
+TORCH = TorchReducer()
 
 
 class Rows:
@@ -33,14 +74,26 @@ class Rows:
     holds NaN has a NaN maximum.
     """
 
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, logits: torch.Tensor, reducer: Reducer = TORCH) -> None:
         self.vocab = logits.shape[1]
-        self.chunks = chunked(logits, padding=-torch.inf)
-        """``[rows, chunks, CHUNK]``"""
-        self.maxima: Floats = to_numpy(self.chunks.amax(-1))
+        self.chunks = chunked(logits)
+        """``[rows, chunks, CHUNK]``; the last chunk is filled up with -inf."""
+        self.maxima: Floats = reducer.maxima(self.chunks)
         """``[rows, chunks]``."""
         self.best: Floats = self.maxima.max(-1)
         """``[rows]``: each row's largest logit; NaN if any is NaN."""
+        self._reducer = reducer
+
+    def sums(self, rows: Sequence[int], temperatures: Sequence[float]) -> Doubles:
+        """``[len(rows), chunks]``: weights ``exp((logit - largest) / temperature)``, by chunk.
+
+        NaN in a row that allows no choice.
+        """
+        chunks = select(self.chunks, rows)
+        best, divisors = self.best[list(rows)], np.array(temperatures, np.float32)
+        sums = self._reducer.sums(chunks, best, divisors).astype(np.float64)
+        sums[~np.isfinite(best)] = np.nan
+        return sums
 
     def argmax(self) -> Ints:
         """``[rows]``: id of each row's largest logit; the lowest on a tie."""
@@ -97,29 +150,11 @@ def descending(values: Floats) -> Ints:
     return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
-def chunked(values: torch.Tensor, *, padding: float) -> torch.Tensor:
+def chunked(logits: torch.Tensor) -> torch.Tensor:
     """``[rows, vocab]`` as ``[rows, chunks, CHUNK]``; copied only if the last chunk is not full."""
-    missing = -values.shape[1] % CHUNK
-    padded = F.pad(values, (0, missing), value=padding) if missing else values
-    return padded.reshape(len(values), -1, CHUNK)
-
-
-def softmax_blocks(logits: torch.Tensor, temperatures: Sequence[float]) -> Iterator[torch.Tensor]:
-    """Softmax of ``logits / temperatures``, a few rows at a time; each row on its own."""
-    divisors = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
-    divide = any(temperature != 1 for temperature in temperatures)
-    for start in range(0, len(logits), _BLOCK):
-        block = logits[start : start + _BLOCK]
-        if divide:
-            block = block / divisors[start : start + _BLOCK]
-        yield block.softmax(-1)
-
-
-def masses(logits: torch.Tensor, temperatures: Sequence[float]) -> list[float]:
-    """Per row, the sum of all weights ``exp((logit - largest) / temperature)``; at least 1."""
-    blocks = softmax_blocks(logits, temperatures)
-    # The softmax of the largest logit is 1 over that sum.
-    return [1.0 / top for block in blocks for top in block.amax(-1).tolist()]
+    missing = -logits.shape[1] % CHUNK
+    padded = F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+    return padded.reshape(len(logits), -1, CHUNK)
 
 
 def to_numpy(tensor: torch.Tensor) -> npt.NDArray[np.float32]:

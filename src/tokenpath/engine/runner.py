@@ -22,6 +22,7 @@ from tokenpath.engine.loading import CheckpointLoader, Progress
 from tokenpath.engine.native_loading import load_native
 from tokenpath.engine.packed_cache import PackedCache
 from tokenpath.engine.rotary import rotaries
+from tokenpath.engine.rows import TORCH, Reducer
 from tokenpath.models.architecture import KvDtype, ModelConfig
 from tokenpath.models.local import LocalModel
 from tokenpath.models.memory import parameters
@@ -119,6 +120,11 @@ class ModelRunner:
     def kernels(self) -> str:
         """What computes: the native kernels' instruction set, or ``torch``."""
         return "torch" if self._native is None else self._native.kernels
+
+    @property
+    def reducer(self) -> Reducer:
+        """What the sampler passes over logits with."""
+        return TORCH if self._native is None else self._native.reducer
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Compute a plan of at least one chunk.

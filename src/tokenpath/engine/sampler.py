@@ -36,14 +36,13 @@ from tokenpath.engine.logprobs import ScoreTable, TokenScores
 from tokenpath.engine.randomness import uniform
 from tokenpath.engine.rows import (
     CHUNK,
+    TORCH,
     Doubles,
     Floats,
     Ints,
+    Reducer,
     Rows,
-    chunked,
-    masses,
     select,
-    softmax_blocks,
     to_numpy,
 )
 from tokenpath.engine.sampling_state import SamplingState
@@ -67,14 +66,16 @@ class Sampled:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled | TokenpathError]:
+def sample(
+    logits: torch.Tensor, states: Sequence[SamplingState], reducer: Reducer = TORCH
+) -> list[Sampled | TokenpathError]:
     """Draw one token per row of float32 ``[rows, vocab]`` logits, which are overwritten.
 
     A row whose logits allow no choice (NaN, +inf, or nothing above -inf) yields an ``EngineError``
     in its place. The states are read, not advanced: ``SamplingState.record`` does that.
     """
     add_bias(logits, states)
-    scores = ScoreTable(logits, states)
+    scores = ScoreTable(logits, states, reducer)
     penalize(logits, states)
     mask_ends(logits, states)
     groups: defaultdict[_Method, list[int]] = defaultdict(list)
@@ -82,7 +83,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
         groups[_method(state.params)].append(row)
     tokens: dict[int, int | TokenpathError] = {}
     for method, rows in groups.items():
-        drawn = method(select(logits, rows), [states[row] for row in rows])
+        drawn = method(Rows(select(logits, rows), reducer), [states[row] for row in rows])
         tokens.update(zip(rows, drawn, strict=True))
     return [
         token if isinstance(token, TokenpathError) else Sampled(token, scores.of(row, token))
@@ -91,7 +92,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
 
 
 _Draws = list[int | TokenpathError]
-_Method = Callable[[torch.Tensor, list[SamplingState]], _Draws]
+_Method = Callable[[Rows, list[SamplingState]], _Draws]
 
 
 def _method(params: SamplingParams) -> _Method:
@@ -102,45 +103,40 @@ def _method(params: SamplingParams) -> _Method:
     return _unfiltered
 
 
-def _greedy(logits: torch.Tensor, _: list[SamplingState]) -> _Draws:
-    rows = Rows(logits)
+def _greedy(rows: Rows, _: list[SamplingState]) -> _Draws:
     return [
         token if math.isfinite(best) else _no_choice(best)
         for token, best in zip(rows.argmax().tolist(), rows.best.tolist(), strict=True)
     ]
 
 
-def _unfiltered(logits: torch.Tensor, states: list[SamplingState]) -> _Draws:
+def _unfiltered(rows: Rows, states: list[SamplingState]) -> _Draws:
     """Draw from the whole distribution, a chunk and then a token of it; nothing is sorted."""
+    temperatures = [state.params.temperature for state in states]
     draws: _Draws = []
-    for block in softmax_blocks(logits, [state.params.temperature for state in states]):
-        chunks = chunked(block, padding=0)
-        sums = to_numpy(chunks.sum(-1)).astype(np.float64)
-        for row in range(len(block)):
-            state = states[len(draws)]
-            total = sums[row].sum()
-            if not np.isfinite(total):
-                draws.append(_no_choice(float(logits[len(draws)].amax())))
-                continue
-            chunk = _invert(sums[row], _uniform(state) * total)
-            weights = to_numpy(chunks[row, chunk]).astype(np.float64)
-            draws.append(chunk * CHUNK + _invert(weights, _uniform(state, 1) * weights.sum()))
+    for row, sums in enumerate(rows.sums(range(len(states)), temperatures)):
+        best, state = float(rows.best[row]), states[row]
+        if not math.isfinite(best):
+            draws.append(_no_choice(best))
+            continue
+        chunk = _invert(sums, _uniform(state) * sums.sum())
+        weights = _weights(to_numpy(rows.chunks[row, chunk]), best, temperatures[row])
+        draws.append(chunk * CHUNK + _invert(weights, _uniform(state, 1) * weights.sum()))
     return draws
 
 
-def _filtered(logits: torch.Tensor, states: list[SamplingState]) -> _Draws:
-    rows = Rows(logits)
+def _filtered(rows: Rows, states: list[SamplingState]) -> _Draws:
     nuclei = [i for i, s in enumerate(states) if s.params.top_p < 1 and s.params.top_k <= 0]
-    sums: dict[int, float] = {}
+    masses: dict[int, float] = {}
     if nuclei:
-        temperatures = [states[row].params.temperature for row in nuclei]
-        sums = dict(zip(nuclei, masses(select(logits, nuclei), temperatures), strict=True))
+        sums = rows.sums(nuclei, [states[row].params.temperature for row in nuclei])
+        masses = dict(zip(nuclei, sums.sum(-1).tolist(), strict=True))
     draws: _Draws = []
     for row, state in enumerate(states):
         if not np.isfinite(rows.best[row]):
             draws.append(_no_choice(rows.best[row]))
             continue
-        ids, weights = _candidates(rows, row, state.params, sums.get(row))
+        ids, weights = _candidates(rows, row, state.params, masses.get(row))
         draws.append(int(ids[_invert(weights, _uniform(state) * weights.sum())]))
     return draws
 

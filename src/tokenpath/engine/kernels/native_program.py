@@ -14,6 +14,7 @@ import torch
 from tokenpath.engine.batch import StepBatch
 from tokenpath.engine.kernels.balance import key_balance
 from tokenpath.engine.kernels.base import AttentionSpec, Linear
+from tokenpath.engine.kernels.native_reducer import NativeReducer
 from tokenpath.engine.kernels.packed import PackedMatrix
 from tokenpath.engine.kv_cache import KvCache, KvLayer
 from tokenpath.engine.layers import Attention, Decoder, RMSNorm
@@ -65,6 +66,7 @@ class NativeProgram:
         self._native = native
         self._team = native.Team(threads)
         self._program = native.Program(self._team, kernels)
+        self.reducer = NativeReducer(native, self._team, kernels)
         self._kept: list[object] = [cache]
         """What the program holds addresses of."""
         self._buffers: dict[str, int] = {}

@@ -19,6 +19,8 @@ struct Kernels {
     void (*split_row)(const SplitArgs&, size_t token);
     void (*attend_unit)(const AttendArgs&, const AttendUnit&, void* scratch);
     void (*merge_unit)(const AttendArgs&, const AttendUnit&, void* scratch);
+    void (*chunk_maxima)(const float* logits, size_t count, float* maxima);
+    void (*chunk_sums)(const float* logits, size_t count, float best, float temperature, float* sums);
     size_t attend_scratch_bytes;
     int attend_unit_rows;
 };

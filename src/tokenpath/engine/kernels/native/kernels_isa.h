@@ -1,5 +1,6 @@
 // Included once per instruction set, by a file that has defined ISA: its table of kernels.
 #include "attention.h"
+#include "chunks.h"
 #include "elementwise.h"
 #include "kernels.h"
 #include "kv_write.h"
@@ -26,7 +27,8 @@ const Kernels TOKENPATH_TABLE(ISA) = {
     ISA::matmul_panel,     ISA::scale_row,
     ISA::quantize_tile,    ISA::norm_row,
     ISA::split_row,        attend,
-    merge,
+    merge,                 ISA::chunk_maxima,
+    ISA::chunk_sums,
     sizeof(ISA::AttendScratch), ISA::UNIT_ROWS,
 };
 

@@ -13,6 +13,7 @@ constexpr int PACKED_LAYOUT = 2;
 constexpr int PANEL = 32;             // output channels that are packed together
 constexpr int GROUP = 32;             // int4: places of K that share a scale and a minimum
 constexpr int RUN = 128;              // int8: activations of a row that share a scale
+constexpr int CHUNK = 128;            // of a vocabulary: logits that the sampler looks at together
 constexpr int BLOCK = 8;              // int4: groups whose scales and minima share a unit
 constexpr int INT4_HEAD_BYTES = 640;  // of a block: units, scales and minima; see matmul.h
 constexpr int INT4_GROUP_BYTES = 512;  // 32 * 32 codes of 4 bits

@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "convert.h"
@@ -24,6 +25,7 @@ using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu, Shape...>;
 using Bytes = Array<const uint8_t, nb::ndim<2>>;
 using Halves = Array<const uint16_t, nb::ndim<2>>;
 using Ints = Array<const int64_t, nb::ndim<1>>;
+using Chunks = Array<const float, nb::shape<-1, -1, CHUNK>>;
 
 const Kernels* find_kernels(const std::string& name) {
     for (const Kernels* kernels : usable_kernels())
@@ -74,6 +76,22 @@ Operation norm(Kind kind, int from, int to, int columns, uintptr_t weight, float
     return op;
 }
 
+// Calls work(row, first, count) for all chunks of all rows, each thread a part of equal size.
+template <class Work>
+void share_chunks(Team& team, size_t rows, size_t chunks, const Work& work) {
+    nb::gil_scoped_release free;
+    team.run([&](int thread) {
+        const size_t all = rows * chunks, threads = size_t(team.size());
+        size_t at = all * thread / threads;
+        const size_t end = all * (thread + 1) / threads;
+        while (at < end) {
+            const size_t row = at / chunks, first = at % chunks;
+            const size_t count = std::min(chunks - first, end - at);
+            work(row, first, count);
+            at += count;
+        }
+    });
+}
 
 }  // namespace
 
@@ -184,6 +202,34 @@ NB_MODULE(_native, m) {
            nb::arg("block_tokens"));
 
     nb::class_<Team>(m, "Team").def(nb::init<int>(), nb::arg("threads"));
+
+    m.def("chunk_maxima", [](Team& team, const std::string& kernels, Chunks logits,
+                             Array<float, nb::ndim<2>> maxima) {
+        const Kernels& with = *find_kernels(kernels);
+        const size_t rows = logits.shape(0), chunks = logits.shape(1);
+        if (maxima.shape(0) != rows || maxima.shape(1) != chunks)
+            throw std::invalid_argument("maxima have the wrong size");
+        share_chunks(team, rows, chunks, [&](size_t row, size_t first, size_t count) {
+            const size_t at = row * chunks + first;
+            with.chunk_maxima(logits.data() + at * CHUNK, count, maxima.data() + at);
+        });
+    }, nb::arg("team"), nb::arg("kernels"), nb::arg("logits"), nb::arg("maxima"));
+    m.def("chunk_sums", [](Team& team, const std::string& kernels, Chunks logits,
+                           Array<const float, nb::ndim<1>> best,
+                           Array<const float, nb::ndim<1>> temperature,
+                           Array<float, nb::ndim<2>> sums) {
+        const Kernels& with = *find_kernels(kernels);
+        const size_t rows = logits.shape(0), chunks = logits.shape(1);
+        if (sums.shape(0) != rows || sums.shape(1) != chunks || best.size() != rows ||
+            temperature.size() != rows)
+            throw std::invalid_argument("sums have the wrong size");
+        share_chunks(team, rows, chunks, [&](size_t row, size_t first, size_t count) {
+            const size_t at = row * chunks + first;
+            with.chunk_sums(logits.data() + at * CHUNK, count, best.data()[row],
+                            temperature.data()[row], sums.data() + at);
+        });
+    }, nb::arg("team"), nb::arg("kernels"), nb::arg("logits"), nb::arg("best"),
+       nb::arg("temperature"), nb::arg("sums"));
 
     nb::class_<Program>(m, "Program")
         .def("__init__", [](Program* self, std::shared_ptr<Team> team, const std::string& kernels) {
