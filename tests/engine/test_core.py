@@ -241,8 +241,8 @@ def test_logits_that_are_no_numbers_end_their_request(value, temperature):
 
 def test_a_detokenizer_that_raises_ends_its_request_and_its_text_is_not_logged(caplog):
     class Touchy(FakeText):
-        def detokenizer(self, stop):
-            inner = super().detokenizer(stop)
+        def detokenizer(self, stop, shown):
+            inner = super().detokenizer(stop, shown)
             push = inner.push
 
             def checked(token_id):
