@@ -120,8 +120,8 @@ class Model(_Strict):
     marks that the template itself puts around calls. ``none``: calls stay text, and requests with
     tools are refused."""
     reasoning_parser: ReasoningParser = "auto"
-    """How the model marks its reasoning, which is then sent as ``reasoning_content``: ``<think>`` or
-    ``[THINK]``. ``auto``: by the chat template. ``none``: it stays in the text."""
+    """How the model marks its reasoning, which is then sent as ``reasoning_content``: ``<think>``
+    or ``[THINK]``. ``auto``: by the chat template. ``none``: it stays in the text."""
     engine: EngineSettings = EngineSettings()
 
     @field_validator("name")

@@ -49,8 +49,10 @@ class IncrementalDetokenizer:
         skip_special: bool = True,
         shown: Collection[int] = (),
     ) -> None:
-        """``skip_special``: control tokens have no text, but for those ``shown``. Empty stop strings
-        are ignored."""
+        """``skip_special``: control tokens have no text, but for those ``shown``.
+
+        Empty stop strings are ignored.
+        """
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids.difference(shown) if skip_special else frozenset()
         # Longest first, so that the first match found is the one that wins.

@@ -42,7 +42,10 @@ class MessageTemplate(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = ...,
         **switches: Any,
     ) -> str:
-        """The prompt's text; ``switches`` are the template's own. Raises ``InvalidRequestError`` if the template refuses."""
+        """The prompt's text; ``switches`` are the template's own.
+
+        Raises ``InvalidRequestError`` if the template refuses.
+        """
         ...
 
 

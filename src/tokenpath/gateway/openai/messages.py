@@ -23,7 +23,7 @@ def template_messages(
     Raises ``InvalidRequestError`` or ``UnsupportedError`` with the place.
     """
     called: dict[str, str] = {}
-    forms = []
+    forms: list[Mapping[str, Any]] = []
     for place, message in enumerate(messages):
         form = _form(message, f"messages[{place}]", text_arguments=text_arguments)
         for call in message.tool_calls or ():

@@ -1,4 +1,4 @@
-"""``tools`` and ``tool_choice`` of a chat request: checked, and as templates and readers want them."""
+"""``tools`` and ``tool_choice`` of a chat request: checked, and as templates want them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _check_tool(tool: Tool, where: str) -> None:
         )
     if not _NAME.fullmatch(tool.function.name):
         raise InvalidRequestError(
-            f"Field '{where}.function.name' must be 1 to 64 letters, digits, underscores or hyphens.",
+            f"Field '{where}.function.name' must be 1 to 64 letters, digits, '_' or '-'.",
             param=f"{where}.function.name",
         )
     if tool.function.parameters is not None:
@@ -86,7 +86,7 @@ def _check_choice(request: ChatCompletionRequest, names: Mapping[str, int]) -> N
         name = choice.function.name
         if name not in names:
             raise InvalidRequestError(
-                f"Field 'tool_choice.function.name' is {name[:64]!r}, which is none of the 'tools'.",
+                f"Field 'tool_choice.function.name' is {name[:64]!r}, none of the 'tools'.",
                 param="tool_choice.function.name",
             )
     if choice != "auto":

@@ -1,7 +1,7 @@
 """What an answer must look like where a call is required, as data for a grammar.
 
-``tool_choice: required`` or a named tool, and ``strict``, are promises about the output, which only a
-grammar over the tokens can keep. This says what such a grammar has to allow, whichever library
+``tool_choice: required`` or a named tool, and ``strict``, are promises about the output, which only
+a grammar over the tokens can keep. This says what such a grammar has to allow, whichever library
 compiles it: text until a mark begins, then one of the calls, each a frame of fixed text around an
 object of a JSON schema.
 """
@@ -43,8 +43,8 @@ class CallConstraint:
 
     rules: tuple[CallRule, ...]
     trigger: str
-    """The text that begins every rule and that free text must not contain; empty where calls have no
-    mark, and then an answer is either text or calls."""
+    """The text that begins every rule and that free text must not contain; empty where calls have
+    no mark, and then an answer is either text or calls."""
     required: bool
     """Whether the answer is calls and nothing else, at least one."""
     several: bool

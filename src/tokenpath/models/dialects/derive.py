@@ -1,8 +1,8 @@
 """The shape of a model's calls, found by asking its template.
 
-A chat template writes an assistant's earlier calls the way the model was trained to write them. So a
-conversation with a made-up call is rendered, and what stands around its name and its arguments are
-the marks. Two calls in one message show what stands between calls.
+A chat template writes an assistant's earlier calls the way the model was trained to write them. So
+a conversation with a made-up call is rendered, and what stands around its name and its arguments
+are the marks. Two calls in one message show what stands between calls.
 """
 
 from __future__ import annotations
@@ -122,9 +122,7 @@ def _with_neighbour(shape: Shape, two: str | None) -> tuple[Shape, ...]:
     if shape.open.endswith("[") and shape.close.startswith("]") and shape.payload == "json":
         # A list: the recogniser of JSON reads it.
         opened = shape.open[:-1].rstrip()
-        return (
-            replace(shape, open=opened, close=shape.close[1:].lstrip(), sure=bool(opened)),
-        )
+        return (replace(shape, open=opened, close=shape.close[1:].lstrip(), sure=bool(opened)),)
     if not join or len(join) > _MAX_MARK or join == shape.close + shape.open:
         return (shape,)
     if shape.close and join.startswith(shape.close):

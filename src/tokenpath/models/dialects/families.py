@@ -4,12 +4,12 @@
   between ``<tool_call>`` and ``</tool_call>``.
 * **Llama 3**: the answer is an object with ``name`` and ``parameters``, without marks or after
   ``<|python_tag|>``; several are separated by ``;``.
-* **Mistral**: ``[TOOL_CALLS]``, then a list of objects (tokenizers up to version 7) or a name and its
-  arguments, with ``[ARGS]`` between them from version 11 and a mark for each call.
-* **Gemma** has no tokens for calls. Its prompting guide asks for ``{"name": …, "parameters": …}`` as
-  the whole answer, and its examples for a fenced ``tool_code`` block; a template that lists tools says
-  which. Read are the bare object (or a list of them), and the blocks ``tool_code`` (JSON, or one call
-  written as Python), ``tool_call`` and ``json`` (JSON).
+* **Mistral**: ``[TOOL_CALLS]``, then a list of objects (tokenizers up to version 7) or a name and
+  its arguments, with ``[ARGS]`` between them from version 11 and a mark for each call.
+* **Gemma** has no tokens for calls. Its prompting guide asks for ``{"name": …, "parameters": …}``
+  as the whole answer, and its examples for a fenced ``tool_code`` block; a template that lists
+  tools says which. Read are the bare object (or a list of them), and the blocks ``tool_code``
+  (JSON, or one call written as Python), ``tool_call`` and ``json`` (JSON).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tokenpath.models.dialects.reader import Marks
 from tokenpath.models.dialects.shapes import Shape
 
 CallIds = Literal["openai", "nine"]
-"""``openai``: ``call_`` and 24 letters and digits. ``nine``: nine letters and digits, the only ids that
-Mistral's templates take."""
+"""``openai``: ``call_`` and 24 letters and digits. ``nine``: nine letters and digits, the only ids
+that Mistral's templates take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,7 @@ class CallFormat:
         return (*texts, "[ARGS]", "[CALL_ID]") if self.name == "mistral" else tuple(texts)
 
 
-HERMES: Final = CallFormat(
-    name="hermes", shapes=(Shape(open="<tool_call>", close="</tool_call>"),)
-)
+HERMES: Final = CallFormat(name="hermes", shapes=(Shape(open="<tool_call>", close="</tool_call>"),))
 LLAMA3: Final = CallFormat(
     name="llama3_json",
     shapes=(

@@ -1,9 +1,9 @@
 """JSON recognised a character at a time, so that a wrong one is known at its first wrong character.
 
-A recogniser is a generator that is sent characters: it returns when its value is complete and raises
-``NotACall`` as soon as no continuation could make it valid. It keeps nothing itself. Whoever drives
-it appends each character to the ``tape`` before sending it, so that a member's exact text can be cut
-out of there: a model's own spelling of its arguments is worth more than ours.
+A recogniser is a generator that is sent characters: it returns when its value is complete and
+raises ``NotACall`` as soon as no continuation could make it valid. It keeps nothing itself. Whoever
+drives it appends each character to the ``tape`` before sending it, so that a member's exact text
+can be cut out of there: a model's own spelling of its arguments is worth more than ours.
 
 Strict: what is accepted here, every JSON parser accepts.
 """

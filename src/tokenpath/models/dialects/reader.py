@@ -3,8 +3,8 @@
 What comes out depends on the characters alone, never on how they were cut into pieces: reading a
 stream gives what reading the whole text gives. Nothing is lost: what began like a call and turned
 out to be none is text again, with its marks. A call is given out when it is complete, since until
-then it may still be text; text is given out as soon as it is known not to be part of a call, so that
-only a call that is being written, the beginning of a mark, or white space is held back.
+then it may still be text; text is given out as soon as it is known not to be part of a call, so
+that only a call that is being written, the beginning of a mark, or white space is held back.
 
 White space next to calls and thoughts separates them; between two texts it is kept.
 """
@@ -341,8 +341,10 @@ class _Candidate:
 
 
 def check_marks(marks: Sequence[str]) -> None:
-    """Raise ``ValueError`` if a mark contains another: which of them is meant could depend on how
-    the text was cut."""
+    """Raise ``ValueError`` if a mark contains another.
+
+    Which of them is meant could then depend on how the text was cut.
+    """
     for mark in marks:
         for other in marks:
             if mark != other and mark in other:

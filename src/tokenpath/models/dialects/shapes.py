@@ -248,7 +248,7 @@ def _one_of(marks: tuple[str, ...]) -> Steps[str]:
 def _code(tape: Tape, tools: Collection[str], first: str) -> Steps[list[Call]]:
     """Python between fences: one call with constants by keyword, alone or printed.
 
-    Its last bracket ends it; quotes are followed, so that a bracket or a fence in a string does not.
+    Its last bracket ends it; quotes are followed, so that one in a string does not.
     """
     start, depth, quote = len(tape) - 1, 0, ""
     char = first
