@@ -206,7 +206,7 @@ def test_a_template_that_shows_no_calls_has_no_parser(source):
 def test_the_spec_decides():
     assert dialect(SILENT, tool_parser="hermes").calls is HERMES
     assert dialect(HERMES_TEMPLATE, tool_parser="none").calls is None
-    assert dialect(HERMES_TEMPLATE, tool_parser="template").calls.shapes == HERMES.shapes
+    assert dialect(HERMES_TEMPLATE, tool_parser="template").calls.shapes == HERMES.shapes[:1]
     assert dialect(HERMES_TEMPLATE, reasoning_parser="mistral").thoughts == MISTRAL_THINK
     assert dialect(HERMES_TEMPLATE + "</think>", reasoning_parser="none").thoughts is None
 

@@ -316,6 +316,14 @@ def test_bare_json_is_a_call_only_at_the_beginning():
     assert texts(read([call + ";"], LLAMA3.shapes)) == ";"
 
 
+def test_qwens_coder_writes_no_marks():
+    call = '{"name": "weather", "arguments": {"a": 1}}'
+    for text in (call, f"```json\n{call}\n```", f"So:\n```json\n{call}\n```\n"):
+        assert made(read(list(text), HERMES.shapes)) == [Call("weather", '{"a": 1}')]
+    for text in ("{" + call + "}", '{"name": "weather"}', '```json\n{"a": 1}\n```', f"So: {call}", f"```json\n{call} // x\n```"):
+        assert summary(read(list(text), HERMES.shapes)) == [Text(text)]
+
+
 def test_gemmas_python():
     text = "```tool_code\nprint(weather(city=\"Pa)ris ```\", days=[1, 2], deep={'a': None}))\n```"
     (call,) = read(list(text), GEMMA.shapes)

@@ -1,7 +1,8 @@
 """How the known families write tool calls and reasoning.
 
 * **Hermes** (Qwen 2.5 and 3, Hermes, and most models tuned on their data): each call is an object
-  between ``<tool_call>`` and ``</tool_call>``.
+  between ``<tool_call>`` and ``</tool_call>``. Qwen 2.5 Coder was given the same template, but
+  writes the object bare or in a ``json`` block, so these are read too.
 * **Llama 3**: the answer is an object with ``name`` and ``parameters``, without marks or after
   ``<|python_tag|>``; several are separated by ``;``.
 * **Mistral**: ``[TOOL_CALLS]``, then a list of objects (tokenizers up to version 7) or a name and
@@ -47,7 +48,14 @@ class CallFormat:
         return (*texts, "[ARGS]", "[CALL_ID]") if self.name == "mistral" else tuple(texts)
 
 
-HERMES: Final = CallFormat(name="hermes", shapes=(Shape(open="<tool_call>", close="</tool_call>"),))
+HERMES: Final = CallFormat(
+    name="hermes",
+    shapes=(
+        Shape(open="<tool_call>", close="</tool_call>"),
+        Shape(sure=False),
+        Shape(open="```json", close="```", sure=False),
+    ),
+)
 LLAMA3: Final = CallFormat(
     name="llama3_json",
     shapes=(
