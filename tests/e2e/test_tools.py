@@ -35,7 +35,13 @@ def client(tmp_path_factory):
     except TokenpathError:
         pytest.skip("qwen2.5-coder-1.5b has not been pulled")
     spec = {
-        "models": [{"name": "qwen", "source": str(path), "engine": {"kv_cache_tokens": 4096, "dtype": "int8"}}]
+        "models": [
+            {
+                "name": "qwen",
+                "source": str(path),
+                "engine": {"kv_cache_tokens": 4096, "dtype": "int8"},
+            }
+        ]
     }
     with serving(tmp_path_factory.mktemp("home"), spec) as served:
         yield openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -53,7 +59,9 @@ def test_a_real_call_and_its_answer(client):
     assert call.function.name == "get_weather"
     assert json.loads(call.function.arguments) == {"city": "Paris"}
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"degrees": 31, "sky": "clear"}'}
-    answer = ask(client, messages=[*QUESTION, choice.message, result], tool_choice="none").choices[0]
+    answer = ask(client, messages=[*QUESTION, choice.message, result], tool_choice="none").choices[
+        0
+    ]
     assert answer.finish_reason == "stop"
     assert "31" in answer.message.content
 

@@ -98,13 +98,20 @@ def test_calls_whole_and_streamed(server, size):
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me see."
     first, second = choice.message.tool_calls
-    assert (first.type, first.function.name, first.function.arguments) == ("function", "weather", ARGUMENTS)
+    assert (first.type, first.function.name, first.function.arguments) == (
+        "function",
+        "weather",
+        ARGUMENTS,
+    )
     assert (second.function.name, second.function.arguments) == ("time", "{}")
     assert first.id.startswith("call_")
     assert first.id != second.id
     text, thoughts, calls, ends = streamed(server)[0]
     assert (text, thoughts, ends) == ("Let me see.", "", ["tool_calls"])
-    assert {index: call[1:] for index, call in calls.items()} == {0: ["weather", ARGUMENTS], 1: ["time", "{}"]}
+    assert {index: call[1:] for index, call in calls.items()} == {
+        0: ["weather", ARGUMENTS],
+        1: ["time", "{}"],
+    }
     assert len({call[0] for call in calls.values()}) == 2
 
 
@@ -175,7 +182,10 @@ def test_the_template_is_shown_the_tools_and_marks_are_let_through(server):
     prompt = bytes(request.prompt.token_ids).decode()
     shown, end = json.JSONDecoder().raw_decode(prompt)
     assert shown[0] == WEATHER
-    assert shown[1]["function"] == {"name": "time", "parameters": {"type": "object", "properties": {}}}
+    assert shown[1]["function"] == {
+        "name": "time",
+        "parameters": {"type": "object", "properties": {}},
+    }
     assert prompt[end:] == "user: Hi\nassistant: "
     assert request.sampling.shown_token_ids == (7, 8, 9)
 
@@ -207,7 +217,11 @@ def test_the_conversation_goes_back_to_the_template(server):
             "content": None,
             "reasoning_content": "Hm. ",
             "tool_calls": [
-                {"id": "a", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}},
+                {
+                    "id": "a",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": ARGUMENTS},
+                },
                 {"id": "b", "type": "function", "function": {"name": "time", "arguments": ""}},
             ],
         },
@@ -241,7 +255,9 @@ def test_reasoning_whole_and_streamed(server):
 
 
 def test_reasoning_tokens_are_counted(server):
-    server.replica.script = Script(("<think>", "Hm", "</think>", "Yes", "."))  # the third is token 3
+    server.replica.script = Script(
+        ("<think>", "Hm", "</think>", "Yes", ".")
+    )  # the third is token 3
     usage = ask(server, n=2, tools=openai.omit).usage
     assert usage.completion_tokens_details.reasoning_tokens == 6
     *_, last = ask(server, stream=True, stream_options={"include_usage": True})
@@ -279,13 +295,33 @@ def tool(**function):
         ({"tools": [tool(name="größe")]}, "tools[0].function.name", "1 to 64 letters"),
         ({"tools": [tool(name="x" * 65)]}, "tools[0].function.name", "1 to 64 letters"),
         ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters", "an object"),
-        ({"tools": [tool(parameters={"type": "string"})]}, "tools[0].function.parameters", "'type' must be"),
-        ({"tools": [tool(parameters={"properties": []})]}, "tools[0].function.parameters", "'properties' must"),
-        ({"tools": [tool(parameters={"properties": {"a": 1}})]}, "tools[0].function.parameters", "a schema"),
-        ({"tools": [tool(parameters={"required": "a"})]}, "tools[0].function.parameters", "list of names"),
+        (
+            {"tools": [tool(parameters={"type": "string"})]},
+            "tools[0].function.parameters",
+            "'type' must be",
+        ),
+        (
+            {"tools": [tool(parameters={"properties": []})]},
+            "tools[0].function.parameters",
+            "'properties' must",
+        ),
+        (
+            {"tools": [tool(parameters={"properties": {"a": 1}})]},
+            "tools[0].function.parameters",
+            "a schema",
+        ),
+        (
+            {"tools": [tool(parameters={"required": "a"})]},
+            "tools[0].function.parameters",
+            "list of names",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "there are no 'tools'"),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", "not valid"),
-        ({"tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice", "no 'tools'"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "time"}}},
+            "tool_choice",
+            "no 'tools'",
+        ),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function", "required"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "nobody"}}, "tools": TOOLS},
@@ -293,7 +329,11 @@ def tool(**function):
             "'nobody', none of the 'tools'",
         ),
         ({"parallel_tool_calls": "no", "tools": TOOLS}, "parallel_tool_calls", "boolean"),
-        ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs", "'colour', which the chat template"),
+        (
+            {"chat_template_kwargs": {"colour": 1}},
+            "chat_template_kwargs",
+            "'colour', which the chat template",
+        ),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages', which"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "an object"),
     ],
@@ -307,7 +347,10 @@ def test_wrong_tools(server, fields, param, says):
     ("fields", "param"),
     [
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}},
+            "tool_choice",
+        ),
         ({"tools": [tool(strict=True)]}, "tools[0].function.strict"),
     ],
 )

@@ -1,5 +1,8 @@
 """Dialects told by templates: known families, derived shapes, switches, marks that are tokens."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tokenpath.models.dialects.derive import Probe, probe
@@ -170,7 +173,7 @@ def test_what_a_template_writes_is_read_back(source, number):
                 "type": "function",
                 "function": {
                     "name": name,
-                    "arguments": text if found.text_arguments else __import__("json").loads(text),
+                    "arguments": text if found.text_arguments else json.loads(text),
                 },
             }
             for place, (name, text) in enumerate(calls)
@@ -233,6 +236,32 @@ def test_reasoning():
     assert dialect(SILENT + "[THINK][/THINK]").thoughts == MISTRAL_THINK
     assert LLAMA_TEMPLATE.count("custom_tools") == 2
     assert dialect(LLAMA_TEMPLATE).switches == {"custom_tools"}
+
+
+def test_the_example_for_gemma_is_read_back():
+    source = (Path(__file__).parents[2] / "examples" / "gemma-tools.jinja").read_text()
+    found, template = dialect(source), ChatTemplate(source, "<bos>")
+    assert found.calls is GEMMA
+    assert found.takes_tools
+    arguments = {"city": "Zürich", "days": [1, "}"]}
+    functions = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name in ("weather", "time")
+    ]
+    user = {"role": "user", "content": "Hi"}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    prompt = template.render([{"role": "system", "content": "Be brief."}, user], tools=tools)
+    assert prompt.startswith("<bos><start_of_turn>user\nYou have access to functions.")
+    assert prompt.endswith("\n\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n")
+    answered = [user, {"role": "assistant", "content": "", "tool_calls": functions}]
+    whole = template.render(answered, tools=tools, add_generation_prompt=False)
+    answer = whole.removeprefix(template.render([user], tools=tools)).removesuffix("<end_of_turn>\n")
+    reader = AnswerReader(shapes=found.calls.shapes, tools=["weather", "time"])
+    events = [event for character in answer for event in reader.push(character)] + reader.finish()
+    assert [(event.name, json.loads(event.arguments)) for event in events] == [
+        ("weather", arguments),
+        ("time", arguments),
+    ]
 
 
 @pytest.mark.real_model

@@ -320,7 +320,13 @@ def test_qwens_coder_writes_no_marks():
     call = '{"name": "weather", "arguments": {"a": 1}}'
     for text in (call, f"```json\n{call}\n```", f"So:\n```json\n{call}\n```\n"):
         assert made(read(list(text), HERMES.shapes)) == [Call("weather", '{"a": 1}')]
-    for text in ("{" + call + "}", '{"name": "weather"}', '```json\n{"a": 1}\n```', f"So: {call}", f"```json\n{call} // x\n```"):
+    for text in (
+        "{" + call + "}",
+        '{"name": "weather"}',
+        '```json\n{"a": 1}\n```',
+        f"So: {call}",
+        f"```json\n{call} // x\n```",
+    ):
         assert summary(read(list(text), HERMES.shapes)) == [Text(text)]
 
 
