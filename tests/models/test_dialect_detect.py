@@ -255,7 +255,9 @@ def test_the_example_for_gemma_is_read_back():
     assert prompt.endswith("\n\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n")
     answered = [user, {"role": "assistant", "content": "", "tool_calls": functions}]
     whole = template.render(answered, tools=tools, add_generation_prompt=False)
-    answer = whole.removeprefix(template.render([user], tools=tools)).removesuffix("<end_of_turn>\n")
+    answer = whole.removeprefix(template.render([user], tools=tools)).removesuffix(
+        "<end_of_turn>\n"
+    )
     reader = AnswerReader(shapes=found.calls.shapes, tools=["weather", "time"])
     events = [event for character in answer for event in reader.push(character)] + reader.finish()
     assert [(event.name, json.loads(event.arguments)) for event in events] == [
