@@ -109,7 +109,7 @@ class FakeText:
     def token_bytes(self, token_id: int) -> bytes:
         return PIECES[token_id]
 
-    def detokenizer(self, stop: Seq[str]) -> FakeDetokenizer:
+    def detokenizer(self, stop: Seq[str], shown: Seq[int]) -> FakeDetokenizer:
         assert not stop, "test_output tests stop strings, with the real detokenizer"
         return FakeDetokenizer()
 

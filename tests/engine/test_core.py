@@ -241,8 +241,8 @@ def test_logits_that_are_no_numbers_end_their_request(value, temperature):
 
 def test_a_detokenizer_that_raises_ends_its_request_and_its_text_is_not_logged(caplog):
     class Touchy(FakeText):
-        def detokenizer(self, stop):
-            inner = super().detokenizer(stop)
+        def detokenizer(self, stop, shown):
+            inner = super().detokenizer(stop, shown)
             push = inner.push
 
             def checked(token_id):
@@ -268,6 +268,20 @@ def test_a_detokenizer_that_raises_ends_its_request_and_its_text_is_not_logged(c
     assert secret not in caplog.text
 
 
+def test_the_detokenizer_is_told_which_control_tokens_have_a_text():
+    class Told(FakeText):
+        def detokenizer(self, stop, shown):
+            told.append(shown)
+            return super().detokenizer(stop, shown)
+
+    told = []
+    core = make_core(text=Told())
+    core.submit(request("a", [1, 2], shown_token_ids=(3, 4)))
+    core.submit(request("b", [1, 2]))
+    run_all(core)
+    assert told == [(3, 4), ()]
+
+
 # Entry.
 
 
@@ -288,6 +302,7 @@ def test_a_detokenizer_that_raises_ends_its_request_and_its_text_is_not_logged(c
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"shown_token_ids": (VOCAB,)}, "shown_token_ids"),
     ],
 )
 def test_parameters_out_of_range_are_refused(wrong, param):

@@ -24,6 +24,7 @@ from tokenpath.config.spec import Spec
 from tokenpath.engine.stage_clock import StageClock
 from tokenpath.gateway.app import App, create_app
 from tokenpath.gateway.auth import Authenticator
+from tokenpath.models.dialects.detect import PLAIN, Dialect
 from tokenpath.observe.log import JsonFormatter, TextFormatter
 from tokenpath.observe.metrics import Metrics
 from tokenpath.protocol.errors import ErrorInfo, InvalidRequestError, TokenpathError
@@ -69,7 +70,7 @@ class ByteTokenizer:
 
 
 class ToyTemplate:
-    def render(self, messages, *, add_generation_prompt=True, tools=None) -> str:
+    def render(self, messages, *, add_generation_prompt=True, tools=None, **switches) -> str:
         if any("refuse" in message["content"] for message in messages):
             raise InvalidRequestError("The template refuses this.", param="messages")
         lines = [f"{message['role']}: {message['content']}" for message in messages]
@@ -331,6 +332,7 @@ def serving(
     *,
     limits: dict | None = None,
     template: Any = "toy",
+    dialect: Dialect = PLAIN,
     authenticator: Any = None,
     max_running: int = 64,
     body_s: float = 60.0,
@@ -342,6 +344,7 @@ def serving(
         created=1_700_000_000,
         tokenizer=ByteTokenizer(),
         template=ToyTemplate() if template == "toy" else template,
+        dialect=dialect,
         replicas=[replica],
         max_running=max_running,
     )

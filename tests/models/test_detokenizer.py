@@ -192,6 +192,11 @@ def test_control_tokens_have_no_text_unless_asked_for():
     ]
 
 
+def test_control_tokens_that_are_shown_have_their_text():
+    detokenizer = IncrementalDetokenizer(TOKENIZER, shown=[SPECIAL])
+    assert detokenizer.push(SPECIAL) == Piece("<|end|>", 1)
+
+
 def test_nothing_follows_the_end():
     detokenizer = IncrementalDetokenizer(TOKENIZER, ["a"])
     detokenizer.push(0)

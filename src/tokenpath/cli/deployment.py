@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tokenpath.config.spec import Model, Spec
 from tokenpath.models import choice, gguf_tokenizer, hf_folder, memory
+from tokenpath.models.dialects.detect import Dialect, dialect_of
 from tokenpath.models.local import LocalModel, open_model
 from tokenpath.models.progress import Progress
 from tokenpath.models.sizes import human_bytes
@@ -34,6 +35,7 @@ class ReadyModel:
     local: LocalModel
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    dialect: Dialect
 
 
 def prepare(
@@ -51,16 +53,26 @@ def prepare(
         local = open_model(path, name=name)
         say(f"Model {name}: {local.config.architecture}, {memory.parameters(local):,} parameters, "
             f"{local.path}")  # fmt: skip
-        ready.append(
-            ReadyModel(
-                name=name,
-                spec=model,
-                local=local,
-                tokenizer=local.tokenizer(),
-                template=_template(model, local),
-            )
-        )
+        ready.append(_ready(name, model, local))
     return ready
+
+
+def _ready(name: str, model: Model, local: LocalModel) -> ReadyModel:
+    tokenizer, template = local.tokenizer(), _template(model, local)
+    dialect = dialect_of(
+        template,
+        tokenizer,
+        tool_parser=model.tool_parser,
+        reasoning_parser=model.reasoning_parser,
+    )
+    return ReadyModel(
+        name=name,
+        spec=model,
+        local=local,
+        tokenizer=tokenizer,
+        template=template,
+        dialect=dialect,
+    )
 
 
 def _choose(spec: Spec, models_dir: Path, say: Callable[[str], None]) -> list[tuple[Model, Source]]:

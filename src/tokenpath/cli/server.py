@@ -230,6 +230,7 @@ def _served(models: Sequence[ReadyModel], replicas: Sequence[LocalReplica]) -> l
             created=created,
             tokenizer=model.tokenizer,
             template=model.template,
+            dialect=model.dialect,
             replicas=[replica],
             max_running=model.spec.engine.max_running,
         )

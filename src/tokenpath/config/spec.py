@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+ToolParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "gemma", "template"]
+ReasoningParser = Literal["auto", "none", "think", "mistral"]
+
 
 class WrongValueError(ValueError):
     """What a validator of several values finds wrong with one of them, at ``path`` in the file."""
@@ -112,6 +115,13 @@ class Model(_Strict):
     Hugging Face folder. Of a list, the first that fits in memory is served."""
     chat_template: str | None = None
     """Path of a Jinja template that replaces the model's own, or gives one to a base model."""
+    tool_parser: ToolParser = "auto"
+    """How the model writes tool calls. ``auto``: told by the chat template. ``template``: by the
+    marks that the template itself puts around calls. ``none``: calls stay text, and requests with
+    tools are refused."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model marks its reasoning, which is then sent as ``reasoning_content``: ``<think>``
+    or ``[THINK]``. ``auto``: by the chat template. ``none``: it stays in the text."""
     engine: EngineSettings = EngineSettings()
 
     @field_validator("name")

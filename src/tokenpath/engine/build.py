@@ -161,8 +161,8 @@ class _ModelText:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
-    def detokenizer(self, stop: Sequence[str]) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self._tokenizer, stop)
+    def detokenizer(self, stop: Sequence[str], shown: Sequence[int]) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self._tokenizer, stop, shown=shown)
 
 
 def _device(name: str) -> torch.device:

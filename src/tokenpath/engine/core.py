@@ -68,8 +68,11 @@ class Runner(Protocol):
 class Text(TokenBytes, Protocol):
     """The tokenizer's side that makes text of tokens."""
 
-    def detokenizer(self, stop: Seq[str]) -> Detokenizer:
-        """A fresh one, for one sequence that ends before any of ``stop``."""
+    def detokenizer(self, stop: Seq[str], shown: Seq[int]) -> Detokenizer:
+        """A fresh one, for one sequence that ends before any of ``stop``.
+
+        The control tokens ``shown`` have a text; others have none.
+        """
         ...
 
 
@@ -167,7 +170,7 @@ class EngineCore:
         sampling = SamplingState(params, prompt=prompt, seed=seed, end_ids=end_ids)
         output = OutputStream(
             params,
-            make_detokenizer=self._text.detokenizer,
+            make_detokenizer=lambda stop: self._text.detokenizer(stop, params.shown_token_ids),
             tokenizer=self._text,
             eos_ids=self._eos_ids,
             max_tokens=max_tokens,

@@ -58,6 +58,9 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     for token_id in params.stop_token_ids:
         if not 0 <= token_id < vocab_size:
             _reject("stop_token_ids", token_id, f"token ids from 0 to {vocab_size - 1}")
+    for token_id in params.shown_token_ids:
+        if not 0 <= token_id < vocab_size:
+            _reject("shown_token_ids", token_id, f"token ids from 0 to {vocab_size - 1}")
 
 
 def _reject(param: str, value: float, right: str) -> None:

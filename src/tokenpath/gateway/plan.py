@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from tokenpath.config.spec import Limits
 from tokenpath.gateway.execute import Output
+from tokenpath.models.dialects.reader import AnswerReader
 from tokenpath.protocol.events import Finish, TokenLogprob, Usage
 from tokenpath.protocol.request import SamplingParams
 from tokenpath.router.served import ServedModel
@@ -34,6 +35,8 @@ class Plan:
     include_usage: bool = False
     echo: list[str] | None = None
     """Per prompt, the text to put before the output."""
+    reader: Callable[[], AnswerReader] | None = None
+    """Makes what finds tool calls and reasoning in one sequence's text; None: it is all text."""
 
     @property
     def sequences(self) -> int:
@@ -69,6 +72,7 @@ class Whole:
     """Everything one sequence produced, for an answer that is not streamed."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
     _pieces: list[str] = field(default_factory=list)
@@ -76,6 +80,7 @@ class Whole:
     def add(self, output: Output) -> None:
         """Append an output; the last one completes ``text``."""
         self._pieces.append(output.text)
+        self.token_ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs)
         if output.finish is not None:
             self.finish = output.finish

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tokenpath.models.tokenizer import Tokenizer
@@ -42,11 +42,19 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        skip_special: bool = True,
+        shown: Collection[int] = (),
     ) -> None:
-        """``skip_special``: control tokens have no text. Empty stop strings are ignored."""
+        """``skip_special``: control tokens have no text, but for those ``shown``.
+
+        Empty stop strings are ignored.
+        """
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._skipped = tokenizer.special_ids.difference(shown) if skip_special else frozenset()
         # Longest first, so that the first match found is the one that wins.
         self._matchers = [
             _Matcher(text) for text in sorted(dict.fromkeys(stop), key=len, reverse=True) if text

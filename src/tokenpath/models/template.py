@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -65,12 +65,15 @@ class ChatTemplate:
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
             ) from None
         self.source = source
+        self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+        """Names that the template looks up: what it takes besides the messages."""
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._max_characters = max_characters
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,

@@ -36,6 +36,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Generation ends before the first of these strings; it is not part of the text."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends at the first of these; its text is not part of the output."""
+    shown_token_ids: tuple[int, ...] = ()
+    """Control tokens whose text is part of the output all the same: the marks of tool calls and
+    reasoning, which the gateway reads."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
     logprobs: int | None = None

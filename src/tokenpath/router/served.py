@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tokenpath.models.dialects.detect import PLAIN, Dialect
 from tokenpath.protocol.errors import DrainingError, NotReadyError, UnavailableError
 from tokenpath.protocol.replica import ModelCard, Replica, ReplicaState
 
@@ -39,8 +40,12 @@ class MessageTemplate(Protocol):
         *,
         add_generation_prompt: bool = ...,
         tools: Sequence[Mapping[str, Any]] | None = ...,
+        **switches: Any,
     ) -> str:
-        """The prompt's text. Raises ``InvalidRequestError`` if the template refuses."""
+        """The prompt's text; ``switches`` are the template's own.
+
+        Raises ``InvalidRequestError`` if the template refuses.
+        """
         ...
 
 
@@ -56,6 +61,8 @@ class ServedModel:
     """None for a base model: it answers completions, and chat is refused with the reason."""
     replicas: Sequence[Replica]
     """At least one. A restarted replica keeps its place."""
+    dialect: Dialect = PLAIN
+    """How the model writes tool calls and reasoning."""
     max_running: int = 64
     """Sequences that one replica runs at once (the spec's ``engine.max_running``)."""
 

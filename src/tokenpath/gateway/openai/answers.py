@@ -6,17 +6,24 @@ from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from tokenpath.protocol.events import Finish, FinishReason, TokenLogprob, Usage
 
 IMPOSSIBLE = -9999.0
 
 Ending = Literal["stop", "length"]
+ChatEnding = Literal["stop", "length", "tool_calls"]
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
     """Prompt tokens whose KV was reused."""
+
+
+class CompletionDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+    """Tokens of the reasoning, with the mark that ends it; part of the completion tokens."""
 
 
 class UsageObject(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -27,6 +34,8 @@ class UsageObject(msgspec.Struct, frozen=True, omit_defaults=True):
     total_tokens: int
     prompt_tokens_details: PromptDetails | None = None
     """Absent where the backend did not report it."""
+    completion_tokens_details: CompletionDetails | None = None
+    """Present where the model marks its reasoning and the tokens can be told apart."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -51,17 +60,35 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+    """A JSON object as text, as the model wrote it."""
+
+
+class AnsweredToolCall(msgspec.Struct, frozen=True):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(msgspec.Struct, frozen=True):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where the answer is tool calls or reasoning alone."""
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """The reasoning before the answer."""
+    tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Ending
+    finish_reason: ChatEnding
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -75,16 +102,32 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: UsageObject
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str | None = None
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A new call (with id and name), or more of the arguments of call ``index``."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta | None = None
+
+
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Ending | None
+    finish_reason: ChatEnding | None
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True):
@@ -147,8 +190,8 @@ def finite(logprob: float) -> float:
     return max(logprob, IMPOSSIBLE)
 
 
-def usage_object(usage: Usage) -> UsageObject:
-    """The counts in OpenAI's form."""
+def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> UsageObject:
+    """The counts in OpenAI's form; ``reasoning_tokens`` where they are known."""
     prompt = usage.prompt_tokens or 0
     completion = usage.completion_tokens or 0
     cached = usage.cached_prompt_tokens
@@ -157,6 +200,9 @@ def usage_object(usage: Usage) -> UsageObject:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=None if cached is None else PromptDetails(cached),
+        completion_tokens_details=(
+            None if reasoning_tokens is None else CompletionDetails(reasoning_tokens)
+        ),
     )
 
 

@@ -73,10 +73,42 @@ class Message(msgspec.Struct, frozen=True):
 
     role: Role
     content: str | list[TextPart] | None = None
-    """Text, or a list of text parts. Only an assistant that called tools may have none."""
+    """Text, or a list of text parts. An assistant that called tools and a tool may have none."""
+    reasoning_content: str | None = None
+    """What an assistant thought before it answered; templates decide what becomes of it."""
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: str
+    """Letters, digits, ``_`` and ``-``, 64 at most."""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of an object."""
+    strict: bool | None = None
+    """Hold the arguments to the schema."""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool that the model may use."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
+    function: FunctionTool | None = None
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """The one tool that must be called."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,8 +171,12 @@ class ChatCompletionRequest(Sampling, frozen=True, kw_only=True):
     top_logprobs: Count | None = None
     """Likeliest tokens to report at each place; needs ``logprobs``."""
 
-    tools: AbsentOrEmpty = None
-    tool_choice: AbsentOrUnused = None
+    tools: list[Tool] | None = None
+    """Tools that the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """Whether it may, must not or must call one, or the one it must call. Default ``auto``."""
+    parallel_tool_calls: bool | None = None
+    """Whether it may call several in one answer. Default true."""
     functions: AbsentOrEmpty = None
     function_call: AbsentOrUnused = None
     modalities: Annotated[Any, _only(None, ["text"])] = None
@@ -151,7 +187,8 @@ class ChatCompletionRequest(Sampling, frozen=True, kw_only=True):
     add_generation_prompt: AbsentOrTrue = None
     continue_final_message: AbsentOrFalse = None
     chat_template: Absent = None
-    chat_template_kwargs: Annotated[Any, _only(None, {})] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Switches of the model's chat template, such as ``enable_thinking``."""
     documents: AbsentOrEmpty = None
     echo: AbsentOrFalse = None
 

@@ -34,11 +34,12 @@ class Frame:
         """One chunk with one choice, given as JSON."""
         return self._head + choice + self._tail
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self, usage: Usage, reasoning_tokens: int | None = None) -> bytes:
         """The usage chunk, if asked for, and the end mark."""
         if not self._include_usage:
             return DONE
-        return self._head + b'],"usage":' + _encode(usage_object(usage)) + b"}\n\n" + DONE
+        counts = _encode(usage_object(usage, reasoning_tokens))
+        return self._head + b'],"usage":' + counts + b"}\n\n" + DONE
 
 
 def error_event(error: TokenpathError) -> bytes:
