@@ -28,6 +28,7 @@ from tokenpath.gateway.openai.answers import (
 from tokenpath.gateway.openai.errors import decode
 from tokenpath.gateway.openai.schema import ChatCompletionRequest, Message
 from tokenpath.gateway.openai.stream import Frame
+from tokenpath.gateway.openai.structured import grammar_of
 from tokenpath.gateway.plan import Plan, Whole, off_loop
 from tokenpath.protocol.errors import InvalidRequestError, UnsupportedError
 from tokenpath.protocol.events import Usage
@@ -52,6 +53,7 @@ class ChatDoor:
         check_supported(request)
         check_limits(request, limits)
         check_logprobs(request.top_logprobs, "top_logprobs", limits)
+        grammar_of(request, limits)
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequestError(
                 "Field 'top_logprobs' needs 'logprobs': true.", param="top_logprobs"
@@ -82,10 +84,17 @@ class ChatDoor:
         asked = request.max_completion_tokens or request.max_tokens
         budget = output_budget(asked, None, len(prompt), card=card, limits=limits, param="messages")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        params = sampling_params(
+            request,
+            card,
+            logprobs=logprobs,
+            max_tokens=budget,
+            grammar=grammar_of(request, limits),
+        )
         return Plan(
             model=model,
             prompts=[prompt],
-            params=[sampling_params(request, card, logprobs=logprobs, max_tokens=budget)],
+            params=[params],
             n=request.n or 1,
             priority=request.priority or 0,
             stream=bool(request.stream),
