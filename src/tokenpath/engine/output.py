@@ -118,8 +118,9 @@ class OutputStream:
         if output.end is None:
             self._begin_search()
             self._held.append((token_id, scores))
-            self._show(self._detokenizer.push(token_id), output)
-            if output.end is not None:
+            piece = self._detokenizer.push(token_id)
+            self._show(piece, output)
+            if piece.matched_stop is not None:
                 return output
             if last:
                 output.end = End(FinishReason.STOP)

@@ -100,8 +100,10 @@ def chosen(only: str | None) -> list[Work]:
     works: list[Work] = []
     for name in (part.strip() for part in only.split(",")):
         work = OVERHEAD_WORK if name == STEP_OVERHEAD else _parse(name)
-        free = [Decode(work.sequences, work.context)] if isinstance(work, Decode) else []
-        works += [one for one in (*free, work) if one not in works]
+        if isinstance(work, Decode) and work.structured:
+            free = Decode(work.sequences, work.context)
+            works += [free] if free not in works else []
+        works += [work] if work not in works else []
     return works
 
 

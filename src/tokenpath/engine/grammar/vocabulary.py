@@ -40,7 +40,8 @@ class Vocabulary:
         """``size`` is the model's own: tokens beyond the tokenizer's have no text."""
         self.end_ids = tuple(end_ids)
         """The model's own ends."""
-        self._tokenizer = LLTokenizer(_Wrapped(tokenizer, size, end_ids))
+        wrapped = _Wrapped(tokenizer, size, end_ids)
+        self._tokenizer = LLTokenizer(wrapped)  # type: ignore[arg-type]  # it asks for the attributes, not for a class
         self.words: int = -(-self._tokenizer.vocab_size // 32)
         """32-bit words of a mask."""
 
