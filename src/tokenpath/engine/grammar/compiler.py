@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -103,7 +104,7 @@ class GrammarCompiler:
         if not future.done():
             try:
                 async with asyncio.timeout(self._limit_s):
-                    await asyncio.wait([asyncio.wrap_future(future)])
+                    await _done(future)
             except TimeoutError:
                 raise self._late(grammar) from None
         return self._result(grammar, future, 0)
@@ -201,6 +202,18 @@ class GrammarCompiler:
                 param=grammar.field,
             )
         return OverloadedError("other grammars are being compiled; try again")
+
+
+async def _done(future: Future[CompiledGrammar]) -> None:
+    """Wait until a future has an outcome, without taking it."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: Future[CompiledGrammar]) -> None:
+        with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    await done.wait()
 
 
 def _spent(done: Future[CompiledGrammar]) -> bool:
