@@ -30,7 +30,8 @@ def test_structured_decoding_comes_with_what_it_is_compared_to():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "structured_8", "prefill", "prefill_0", "decode_8", "decode_0_8", "decode_1_-4", "speed"]
+    "name",
+    ["", "structured_8", "prefill", "prefill_0", "decode_8", "decode_0_8", "decode_1_-4", "speed"],
 )
 def test_what_is_no_work_is_named(name):
     with pytest.raises(SpecError, match="is no work; works are prefill_TOKENS") as raised:

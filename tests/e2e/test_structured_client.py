@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from typing import Literal
 
@@ -12,26 +13,41 @@ import httpx
 import jsonschema_rs
 import openai
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
+from tests.e2e.server import serving
 
 pytestmark = pytest.mark.real_model
 MESSAGES = [{"role": "user", "content": "Describe a person as JSON."}]
 
 
 class Pet(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     kind: Literal["cat", "dog"]
-    name: str = Field(max_length=20)
+    name: str = Field(max_length=8)
 
 
 class Person(BaseModel):
-    name: str = Field(max_length=20)
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=12)
     age: int = Field(ge=0, le=130)
-    pets: list[Pet] = Field(max_length=2)
+    pets: list[Pet] = Field(max_length=1)
+
+
+@pytest.fixture(scope="module")
+def server(gemma_spec, tmp_path_factory):
+    """In int8, which is several times as fast as what the other tests use."""
+    with serving(tmp_path_factory.mktemp("home"), gemma_spec(dtype="int8")) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def test_a_pydantic_class_comes_back_as_itself(client):
     answer = client.chat.completions.parse(
-        model="gemma", messages=MESSAGES, response_format=Person, max_tokens=300, temperature=0
+        model="gemma", messages=MESSAGES, response_format=Person, max_tokens=150, temperature=0
     )
     assert answer.choices[0].finish_reason == "stop"
     assert isinstance(answer.choices[0].message.parsed, Person)
@@ -39,7 +55,7 @@ def test_a_pydantic_class_comes_back_as_itself(client):
 
 def test_streamed_it_is_the_same(client):
     asked = {
-        "model": "gemma", "messages": MESSAGES, "temperature": 0, "max_tokens": 300,
+        "model": "gemma", "messages": MESSAGES, "temperature": 0, "max_tokens": 150,
         "response_format": {
             "type": "json_schema",
             "json_schema": {"name": "person", "strict": True, "schema": Person.model_json_schema()},
@@ -54,7 +70,7 @@ def test_streamed_it_is_the_same(client):
 
 def test_any_json_object(client):
     answer = client.chat.completions.create(
-        model="gemma", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=200,
+        model="gemma", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=60,
         temperature=0,
     ).choices[0]  # fmt: skip
     if answer.finish_reason == "stop":
@@ -70,14 +86,13 @@ def test_any_json_object(client):
         ({"structured_outputs": {"regex": r"[a-z]{5}!"}}, r"[a-z]{5}!"),
         ({"guided_choice": ["red", "green"]}, "red|green"),
         ({"structured_outputs": {"choice": ["日本", "é🙂"]}}, "日本|é🙂"),
-        ({"guided_grammar": 'root ::= "<" [0-9]+ ("," [0-9]+){2} ">"'}, r"<\d+,\d+,\d+>"),
+        ({"guided_grammar": 'root ::= "<" [0-9]{1,3} ("," [0-9]{1,3}){2} ">"'}, r"<\d+,\d+,\d+>"),
         ({"structured_outputs": {"grammar": 'start: "a" B\nB: /b{3}/'}}, "abbb"),
     ],
 )
 def test_vllms_fields_in_completions(client, fields, pattern):
     answer = client.completions.create(
         model="gemma", prompt="The answer is ", max_tokens=60, seed=3, extra_body=fields,
-        logit_bias={str(t): 4 for t in (236_813,)},
     ).choices[0]  # fmt: skip
     assert answer.finish_reason == "stop", answer.text
     assert re.fullmatch(pattern, answer.text)
@@ -127,7 +142,7 @@ async def test_constrained_and_free_requests_share_the_batch(server):
     async def ask(index: int) -> str:
         extra = {"guided_json": schema} if index % 2 else {}
         answer = await client.completions.create(
-            model="gemma", prompt=f"{index} plus one is", max_tokens=200 if extra else 20,
+            model="gemma", prompt=f"{index} plus one is", max_tokens=150 if extra else 20,
             temperature=0, extra_body=extra,
         )  # fmt: skip
         if extra:
@@ -145,7 +160,12 @@ def test_a_large_schema_does_not_stop_the_others(client, server):
     properties = {
         f"field_{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 30 + 1}}}$"} for i in range(1500)
     }
-    body = {"model": "gemma", "prompt": "x", "max_tokens": 1, "guided_json": {"properties": properties, "type": "object"}}
+    body = {
+        "model": "gemma",
+        "prompt": "x",
+        "max_tokens": 1,
+        "guided_json": {"properties": properties, "type": "object"},
+    }
     stream = client.completions.create(
         model="gemma", prompt="1 2 3", max_tokens=150, temperature=0, stream=True,
         extra_body={"ignore_eos": True},
@@ -153,8 +173,6 @@ def test_a_large_schema_does_not_stop_the_others(client, server):
     next(stream)
     gaps, last, sent = [], time.perf_counter(), False
     with httpx.Client(timeout=60) as http:
-        import threading
-
         answers = []
 
         def send() -> None:

@@ -38,7 +38,7 @@ SCHEMAS: dict[str, Any] = {
             }
         },
     },
-    "enum of everything": {"enum": ["a\"b", "é日🙂", 1, -2.5, True, None, [1, "x"], {"k": "v"}]},
+    "enum of everything": {"enum": ['a"b', "é日🙂", 1, -2.5, True, None, [1, "x"], {"k": "v"}]},
     "const object": {"const": {"a": [1, {"b": None}], "c": "d/e\\f"}},
     "any of": {
         "anyOf": [
@@ -123,7 +123,10 @@ SCHEMAS: dict[str, Any] = {
     "unicode strings": {"type": "string", "minLength": 2, "maxLength": 4},
     "unicode names": {
         "type": "object",
-        "properties": {"größe": {"type": "integer", "maximum": 9, "minimum": 0}, "日本": {"const": "✓"}},
+        "properties": {
+            "größe": {"type": "integer", "maximum": 9, "minimum": 0},
+            "日本": {"const": "✓"},
+        },
         "required": ["größe", "日本"],
         "additionalProperties": False,
     },
@@ -180,10 +183,15 @@ REGEXES = [
     r"(?i)hello, world",
     r".{3}",
 ]
-CHOICES = [["positive", "negative"], ["a", "ab", "abc"], ['q"\\', "line\nbreak", "é🙂 /x/"], ["one"]]
+CHOICES = [
+    ["positive", "negative"],
+    ["a", "ab", "abc"],
+    ['q"\\', "line\nbreak", "é🙂 /x/"],
+    ["one"],
+]
 RULES = {
     'root ::= "x" [0-9]+ (" " ("a" | "b"))*': r"x[0-9]+( (a|b))*",
-    "start: WORD (\",\" WORD)*\nWORD: /[a-c]{1,3}/": r"[a-c]{1,3}(,[a-c]{1,3})*",
+    'start: WORD ("," WORD)*\nWORD: /[a-c]{1,3}/': r"[a-c]{1,3}(,[a-c]{1,3})*",
     'root ::= expr\nexpr ::= [0-9] | "(" expr "+" expr ")"': None,
 }
 """Rules, and a regular expression that says the same."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -68,7 +69,10 @@ def test_what_cannot_be_enforced_is_refused_by_name_wherever_it_stands(keyword, 
         ({"properties": []}, "an object of schemas"),
         ({"properties": {"a": 5}}, "at #/properties/a: a schema must be an object"),
         ({"$ref": 5}, "must be a string"),
-        ({"minLength": 3, "maxLength": 2}, "'minLength' at # is 3, more than 'maxLength', which is 2"),
+        (
+            {"minLength": 3, "maxLength": 2},
+            "'minLength' at # is 3, more than 'maxLength', which is 2",
+        ),
         ({"minimum": 3, "maximum": 2}, "more than 'maximum'"),
         ({"$ref": "#/$defs/x"}, "where there is no schema"),
         ({"$ref": "#/enum/0", "enum": [{}]}, "where there is no schema"),
@@ -142,7 +146,9 @@ def test_recursion_that_can_end_is_fine(schema):
 
 def test_a_chain_of_definitions_in_any_order_is_followed():
     names = [f"d{i * 37 % 100}" for i in range(100)]
-    defs = {name: {"$ref": f"#/$defs/{after}"} for name, after in zip(names, names[1:], strict=False)}
+    defs = {
+        name: {"$ref": f"#/$defs/{after}"} for name, after in itertools.pairwise(names)
+    }
     defs[names[-1]] = STRING
     assert endless_place({"$ref": f"#/$defs/{names[0]}", "$defs": defs}) is None
 
@@ -152,7 +158,9 @@ def test_a_tangle_is_given_up_in_time(monkeypatch):
     defs = {f"d{i}": {"$ref": f"#/$defs/d{i - 1}"} for i in range(1, 100)} | {"d0": STRING}
     with pytest.raises(TooTangledError):
         endless_place({"$ref": "#/$defs/d99", "$defs": defs})
-    assert "more ways than can be followed" in refusal({"$ref": "#/$defs/d99", "$defs": defs}).message
+    assert (
+        "more ways than can be followed" in refusal({"$ref": "#/$defs/d99", "$defs": defs}).message
+    )
 
 
 def test_nesting_is_bounded():
@@ -192,7 +200,10 @@ def test_one_of_that_excludes_becomes_any_of():
     ("grammar", "says"),
     [
         (Grammar.json_schema(False), "false, so no JSON satisfies it"),
-        (Grammar.json_schema({"type": "string", "enum": [1]}), "the JSON schema cannot be used: Unsatisfiable"),
+        (
+            Grammar.json_schema({"type": "string", "enum": [1]}),
+            "the JSON schema cannot be used: Unsatisfiable",
+        ),
         (Grammar.json_schema({"pattern": "(?=x)"}), "look-around"),
         (Grammar.json_schema({"pattern": "("}), "unclosed group"),
         (Grammar.regex(""), "the regular expression is empty"),
@@ -229,9 +240,14 @@ def test_what_cannot_be_compiled_is_one_sentence(grammar, says):
         Grammar.json_schema({"type": "string", "pattern": "(a|b)*a(a|b){60}"}),
         Grammar.json_schema({"type": "array", "minItems": 10**9, "items": STRING}),
         Grammar.json_schema(
-            {"type": "object", "properties": {f"p{i}": {"anyOf": [STRING] * 50} for i in range(400)}}
+            {
+                "type": "object",
+                "properties": {f"p{i}": {"anyOf": [STRING] * 50} for i in range(400)},
+            }
         ),
-        Grammar.json_schema({"allOf": [{"anyOf": [{"const": f"{i}{j}"} for j in range(60)]} for i in range(12)]}),
+        Grammar.json_schema(
+            {"allOf": [{"anyOf": [{"const": f"{i}{j}"} for j in range(60)]} for i in range(12)]}
+        ),
         Grammar.ebnf('root ::= "a" root'),
         Grammar.ebnf("root ::= " + "(" * 3000 + '"a"' + ")" * 3000),
     ],

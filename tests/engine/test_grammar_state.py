@@ -82,7 +82,9 @@ def test_json_that_ends_satisfies_its_schema(name):
 @pytest.mark.parametrize("pattern", REGEXES)
 def test_text_that_ends_matches_its_expression(pattern):
     grammar = compiled(Grammar.regex(pattern))
-    texts = [data.decode() for data, ended in (walk(grammar.begin(ENDS), s) for s in range(25)) if ended]
+    texts = [
+        data.decode() for data, ended in (walk(grammar.begin(ENDS), s) for s in range(25)) if ended
+    ]
     assert texts
     assert all(matches(pattern, text) for text in texts), texts
 
@@ -97,7 +99,9 @@ def test_every_choice_can_be_made_and_nothing_else(choices):
 @pytest.mark.parametrize("rules", RULES)
 def test_rules_in_two_notations(rules):
     grammar = compiled(Grammar.ebnf(rules))
-    texts = [data.decode() for data, ended in (walk(grammar.begin(ENDS), s) for s in range(25)) if ended]
+    texts = [
+        data.decode() for data, ended in (walk(grammar.begin(ENDS), s) for s in range(25)) if ended
+    ]
     assert texts
     same = RULES[rules]
     for text in texts:

@@ -126,7 +126,12 @@ def test_preemption_does_not_disturb_the_state(tmp_path_factory):
     texts = []
     for tokens in (4096, 320):
         with Engine(
-            path, dtype="float32", threads=1, kv_cache_tokens=tokens, prefix_cache=False, progress=False
+            path,
+            dtype="float32",
+            threads=1,
+            kv_cache_tokens=tokens,
+            prefix_cache=False,
+            progress=False,
         ) as engine:
             wanted = [params(engine, grammar, seed, max_tokens=200) for seed in range(6)]
             made = engine.generate(["Some text"] * 6, wanted, progress=False)
@@ -200,13 +205,22 @@ def test_penalties_and_cuts_work_on_what_is_allowed(byte_engine):
 
 def test_refusals_name_their_field_before_anything_runs(byte_engine):
     before = byte_engine.stats().steps_total
-    with pytest.raises(InvalidRequestError, match="ignore_eos cannot be combined with regex") as one:
-        byte_engine.generate("x", SamplingParams(max_tokens=3, grammar=Grammar.regex("a"), ignore_eos=True))
+    with pytest.raises(
+        InvalidRequestError, match="ignore_eos cannot be combined with regex"
+    ) as one:
+        byte_engine.generate(
+            "x", SamplingParams(max_tokens=3, grammar=Grammar.regex("a"), ignore_eos=True)
+        )
     assert one.value.param == "ignore_eos"
-    with pytest.raises(InvalidRequestError, match=r"prompt 1: .*'not' at # is not supported") as two:
+    with pytest.raises(
+        InvalidRequestError, match=r"prompt 1: .*'not' at # is not supported"
+    ) as two:
         byte_engine.generate(
             ["x", "y"],
-            [SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, grammar=Grammar.json_schema({"not": {}}))],
+            [
+                SamplingParams(max_tokens=1),
+                SamplingParams(max_tokens=1, grammar=Grammar.json_schema({"not": {}})),
+            ],
         )
     assert two.value.param == "json_schema"
     assert byte_engine.stats().steps_total == before

@@ -105,9 +105,7 @@ class OutputStream:
         self._held: deque[tuple[int, TokenScores | None]] = deque()
         """Tokens that the detokenizer has not let go."""
 
-    def push(
-        self, token_id: int, scores: TokenScores | None, *, last: bool = False
-    ) -> Output:
+    def push(self, token_id: int, scores: TokenScores | None, *, last: bool = False) -> Output:
         """Take the next sampled token; ``scores`` only if the request asked for logprobs.
 
         ``last``: the sequence ends with this token, which is shown.

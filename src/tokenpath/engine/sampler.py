@@ -72,7 +72,8 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
     """Draw one token per row of float32 ``[rows, vocab]`` logits, which are overwritten.
 
     A row whose logits allow no choice (NaN, +inf, or nothing above -inf) yields an ``EngineError``
-    in its place, and one whose grammar cannot go on the error that says so. The states are read, not advanced: ``SamplingState.record`` does that.
+    in its place, and one whose grammar cannot go on the error that says so. The states are read,
+    not advanced: ``SamplingState.record`` does that.
     """
     add_bias(logits, states)
     scores = ScoreTable(logits, states)

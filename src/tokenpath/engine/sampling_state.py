@@ -77,7 +77,10 @@ class SamplingState:
         return self.penalized or self.ends_masked or self.grammar is not None
 
     def record(self, token_id: int) -> None:
-        """The sequence has grown by this token. Raises ``EngineError`` if its grammar forbids it."""
+        """The sequence has grown by this token.
+
+        Raises ``EngineError`` if its grammar forbids it.
+        """
         self.generated += 1
         if self.grammar is not None:
             self.grammar.advance(token_id)

@@ -308,7 +308,11 @@ class EngineServer:
         self, request: GenerationRequest, owner: _Owner, grammars: GrammarCompiler
     ) -> None:
         """Compile a request's grammar, off the engine's thread, then hand the request over."""
-        internal_id, grammar, preparing = request.request_id, request.sampling.grammar, owner.preparing
+        internal_id, grammar, preparing = (
+            request.request_id,
+            request.sampling.grammar,
+            owner.preparing,
+        )
         assert grammar is not None
         assert preparing is not None
         error: TokenpathError | None = None

@@ -202,9 +202,7 @@ class Session:
     def _limits(self) -> tuple[Moment, ...]:
         return () if self.probe is None else (self.probe(),)
 
-    def _submit(
-        self, prompt_tokens: int, max_tokens: int, grammar: Grammar | None = None
-    ) -> str:
+    def _submit(self, prompt_tokens: int, max_tokens: int, grammar: Grammar | None = None) -> str:
         """Queue a request of random tokens; returns its id."""
         vocab = self._core.card.vocab_size
         lowest = min(_LOWEST_ID, vocab // 2)

@@ -41,7 +41,9 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar
     with library_faults():
         matcher = vocabulary.matcher(source)
     if matcher.is_error():
-        raise InvalidRequestError(f"{name} cannot be used: {_sentence(matcher.get_error(), grammar.kind)}")
+        raise InvalidRequestError(
+            f"{name} cannot be used: {_sentence(matcher.get_error(), grammar.kind)}"
+        )
     compiled = CompiledGrammar(matcher, vocabulary)
     first = compiled.begin(())
     words = np.zeros(vocabulary.words, np.uint32)

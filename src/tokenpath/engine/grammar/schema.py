@@ -49,7 +49,7 @@ _NO_LEAP: Final = "^[^:]*:[0-9]*:[0-5]"
 _HARMLESS: Final[dict[str, object]] = {"uniqueItems": False, "nullable": False}
 """Keywords that are not enforced, and the value of each that asks for nothing."""
 _INSTEAD: Final = {
-    "nullable": "write null into 'type' instead, such as [\"string\", \"null\"]",
+    "nullable": 'write null into \'type\' instead, such as ["string", "null"]',
     "uniqueItems": "a grammar cannot remember which items there were",
     "additionalItems": "write the items beyond 'prefixItems' as 'items'",
     "not": "say what is allowed instead",
@@ -139,7 +139,9 @@ class _Reader:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            raise _wrong(at, None, f"a schema must be an object, or true or false, not {_shown(schema)}")
+            raise _wrong(
+                at, None, f"a schema must be an object, or true or false, not {_shown(schema)}"
+            )
         clean: dict[str, Any] = {}
         for key, value in schema.items():
             if key in _ANNOTATIONS or key.startswith("x-"):
@@ -278,9 +280,7 @@ _KEYWORDS: Final[dict[str, _Read]] = {
     "$ref": _Reader.reference,
     **dict.fromkeys(("items", "additionalProperties"), _Reader.one),
     **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), _Reader.several),
-    **dict.fromkeys(
-        ("properties", "patternProperties", "$defs", "definitions"), _Reader.named
-    ),
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), _Reader.named),
     "type": _types,
     **dict.fromkeys(
         ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
@@ -302,7 +302,9 @@ def _check_bounds(clean: Mapping[str, Any], at: str) -> None:
         ("minimum", "maximum"),
     ):  # fmt: skip
         if least in clean and most in clean and clean[least] > clean[most]:
-            raise _wrong(at, least, f"is {clean[least]}, more than '{most}', which is {clean[most]}")
+            raise _wrong(
+                at, least, f"is {clean[least]}, more than '{most}', which is {clean[most]}"
+            )
     # A name that was not announced may be written twice; it counts once in what is parsed.
     if clean.get("minProperties", 0) > max(1, len(set(clean.get("required", ())))):
         raise UnsupportedError(
@@ -336,9 +338,7 @@ def _unknown(key: str, at: str) -> InvalidRequestError:
     shown = key if len(key) <= 40 else f"{key[:40]}…"
     if key in _UNSUPPORTED:
         instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
-        return UnsupportedError(
-            f"the JSON schema's '{shown}' at {at} is not supported{instead}"
-        )
+        return UnsupportedError(f"the JSON schema's '{shown}' at {at} is not supported{instead}")
     return InvalidRequestError(
         f"the JSON schema has {shown!r} at {at}, which is no keyword of JSON Schema; begin names "
         "of your own with x-"

@@ -1,8 +1,9 @@
 """What users write, as the one notation that is compiled: llguidance's dialect of Lark.
 
-Tokens are never forced: where the grammar leaves one text only, the model still chooses how to spell
-it in tokens. Forcing would call back into the tokenizer for every such place, and the spelling of a
-fragment is not the spelling it has within a text where a tokenizer adds spaces to beginnings.
+Tokens are never forced: where the grammar leaves one text only, the model still chooses how to
+spell it in tokens. Forcing would call back into the tokenizer for every such place, and the
+spelling of a fragment is not the one it has within a text where a tokenizer adds spaces to
+beginnings.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ MAX_CHOICES: Final = 10_000
 _OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 """At the end, so that errors name the user's own lines."""
 _WHITESPACE: Final = r"( |\n {0,40}|\n\t{0,10})"
-"""Between JSON's symbols: a space, or a new line with its indentation. If any run of white space were
-allowed, a weak model could go on with spaces for ever."""
+"""Between JSON's symbols: a space, or a new line with its indentation. If any run of white space
+were allowed, a weak model could go on with spaces for ever."""
 _JSON_OPTIONS: Final[dict[str, Any]] = {"whitespace_pattern": _WHITESPACE}
 _OWN_OPTIONS: Final = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
 _EMPTY_HEAD: Final = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
@@ -82,7 +83,7 @@ def _rules(text: str) -> str:
     except (RecursionError, ValueError, KeyError, IndexError, AssertionError) as error:
         raise InvalidRequestError(
             f"the grammar cannot be read ({type(error).__name__}); write rules as in "
-            "root ::= \"a\" | \"b\", or in Lark's form as in start: \"a\" | \"b\""
+            'root ::= "a" | "b", or in Lark\'s form as in start: "a" | "b"'
         ) from None
     rules = _EMPTY_HEAD.sub("", rules)
     if _OWN_OPTIONS.search(rules):

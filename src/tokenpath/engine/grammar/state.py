@@ -1,7 +1,7 @@
 """Where one output stands in its grammar, and which tokens may come next.
 
-The state only follows the tokens that were sampled: preemption and recomputation do not touch it. It
-can go several tokens forward and back again, so that drafted tokens can be tried.
+The state only follows the tokens that were sampled: preemption and recomputation do not touch it.
+It can go several tokens forward and back again, so that drafted tokens can be tried.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model's tokens as the grammar library needs them: the exact bytes of each, and the ends.
 
-Made once for an engine, when the first grammar asks for it: it takes about a second for 262,144
-tokens. Control tokens and ends of text are no text, so that none of them can stand within an output.
+Made once for an engine, when the first grammar asks for it: it takes about a second. Control tokens
+and ends of text are no text, so that none of them can stand within an output.
 """
 
 from __future__ import annotations

@@ -102,7 +102,9 @@ def _asked(request: Sampling) -> list[Grammar | None]:
             outputs.grammar,
             empty=request.structured_outputs is not None and not outputs.json_object,
         ),
-        Grammar.json_object(field="structured_outputs.json_object") if outputs.json_object else None,
+        Grammar.json_object(field="structured_outputs.json_object")
+        if outputs.json_object
+        else None,
         *_fields(
             "guided_",
             request.guided_json,
