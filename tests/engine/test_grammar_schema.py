@@ -232,6 +232,19 @@ def test_what_cannot_be_compiled_is_one_sentence(grammar, says):
     assert len(caught.value.message) < 400
 
 
+@pytest.mark.parametrize("properties", [1500, 3000])
+def test_an_object_of_very_many_properties(properties):
+    """What takes too much work is refused when it is compiled, not in the middle of an output."""
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(properties)}}
+    try:
+        state = compile_grammar(Grammar.json_schema(schema), byte_vocabulary()).begin(())
+    except InvalidRequestError as error:
+        assert "more work" in error.message or "too big" in error.message
+        assert properties > 2000
+    else:
+        assert state.accepts(b'{"p7": 1, "p1400": 2}') == 21
+
+
 @pytest.mark.parametrize(
     "grammar",
     [

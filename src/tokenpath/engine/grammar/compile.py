@@ -31,7 +31,7 @@ _FOR_DEVELOPERS: Final = re.compile(
 
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
-    """Compile a grammar and try its first token.
+    """Compile a grammar and try its first tokens.
 
     Raises ``InvalidRequestError`` (or its ``UnsupportedError``) that says what is wrong with it;
     ``param`` is left to the caller.
@@ -45,18 +45,29 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar
             f"{name} cannot be used: {_sentence(matcher.get_error(), grammar.kind)}"
         )
     compiled = CompiledGrammar(matcher, vocabulary)
-    first = compiled.begin(())
-    words = np.zeros(vocabulary.words, np.uint32)
     try:
-        first.allow(words)
+        begins = _try_beginning(compiled)
     except InvalidRequestError:
         raise InvalidRequestError(
-            f"{name} allows no output that begins with a token of this model, or takes too much "
-            "work to begin"
+            f"{name} allows no output that begins with a token of this model, or takes more work "
+            "for one token than is allowed"
         ) from None
-    if not words.any():
+    if not begins:
         raise InvalidRequestError(f"{name} allows the empty text only")
     return compiled
+
+
+def _try_beginning(compiled: CompiledGrammar) -> bool:
+    """Look for a first and a second token; False if there is no first. Raises as ``allow``."""
+    state = compiled.begin(())
+    words = np.zeros(state.words, np.uint32)
+    state.allow(words)
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    if not len(allowed):
+        return False
+    state.advance(int(allowed[0]))
+    state.allow(words)
+    return True
 
 
 def _sentence(error: str, kind: GrammarKind) -> str:

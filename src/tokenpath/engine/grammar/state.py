@@ -84,7 +84,10 @@ class GrammarState:
             words |= self._end_words
 
     def advance(self, token_id: int) -> None:
-        """Go forward by a token that was allowed. Raises ``EngineError`` if it was not."""
+        """Go forward by a token that was allowed.
+
+        Raises ``EngineError`` if it was not, and as ``allow`` if it takes too much work.
+        """
         if not self.accepts([token_id]):
             raise EngineError("a token was sampled that the grammar does not allow here")
 
@@ -112,13 +115,12 @@ class GrammarState:
             return False
         if token_id in self._ends:
             self._ended = self.complete
-        elif not self._matcher.try_consume_tokens([token_id]):
-            return False
-        elif self._matcher.is_error():
-            raise self._stuck()
         else:
-            self.tokens += 1
-            return True
+            taken = bool(self._matcher.try_consume_tokens([token_id]))
+            if self._matcher.is_error():
+                raise self._stuck()
+            self.tokens += taken
+            return taken
         self.tokens += self._ended
         return self._ended
 
