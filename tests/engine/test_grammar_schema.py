@@ -146,9 +146,7 @@ def test_recursion_that_can_end_is_fine(schema):
 
 def test_a_chain_of_definitions_in_any_order_is_followed():
     names = [f"d{i * 37 % 100}" for i in range(100)]
-    defs = {
-        name: {"$ref": f"#/$defs/{after}"} for name, after in itertools.pairwise(names)
-    }
+    defs = {name: {"$ref": f"#/$defs/{after}"} for name, after in itertools.pairwise(names)}
     defs[names[-1]] = STRING
     assert endless_place({"$ref": f"#/$defs/{names[0]}", "$defs": defs}) is None
 
@@ -235,7 +233,10 @@ def test_what_cannot_be_compiled_is_one_sentence(grammar, says):
 @pytest.mark.parametrize("properties", [1500, 3000])
 def test_an_object_of_very_many_properties(properties):
     """What takes too much work is refused when it is compiled, not in the middle of an output."""
-    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(properties)}}
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "integer"} for i in range(properties)},
+    }
     try:
         state = compile_grammar(Grammar.json_schema(schema), byte_vocabulary()).begin(())
     except InvalidRequestError as error:

@@ -10,8 +10,8 @@ import torch
 
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
-from tokenpath.engine.grammar.compiler import GrammarCompiler
 from tokenpath.engine.cpus import default_threads
+from tokenpath.engine.grammar.compiler import GrammarCompiler
 from tokenpath.engine.kernels.native_module import chosen_kernels
 from tokenpath.engine.kernels.native_program import obstacle
 from tokenpath.engine.kv_cache import kv_blocks_for

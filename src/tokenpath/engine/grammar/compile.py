@@ -26,7 +26,7 @@ _NOISE: Final = re.compile(r"\d+ \|.*|[\^~\s-]+")
 _PLACE: Final = re.compile(r"^(at )?\d+\(\d+\): ")
 """In what was made of the user's source; rules are compiled as they are."""
 _FOR_DEVELOPERS: Final = re.compile(
-    r"failed to compile JSON schema: |regex parse error: |; following special tokens are available.*"
+    r"failed to compile JSON schema: |regex parse error: |; following special tokens are .*"
 )
 
 

@@ -1,8 +1,8 @@
 """Finds schemas that no finite JSON satisfies, because every value would have to hold another.
 
-A generation under such a schema could only end by ``max_tokens``. The question is which schemas have
-a finite value, given those that are already known to have one: it is asked again and again until
-the answer no longer grows, which is the least fixed point.
+A generation under such a schema could only end by ``max_tokens``. The question is which schemas
+have a finite value, given those that are already known to have one: it is asked again and again
+until the answer no longer grows, which is the least fixed point.
 
 The test errs on one side: what it finds has no value, but a schema that it lets pass may be
 impossible for other reasons.

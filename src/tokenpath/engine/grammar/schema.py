@@ -27,6 +27,8 @@ MAX_DEPTH: Final = 64
 MAX_EXACT: Final = 2**53
 MAX_ONE_OF: Final = 128
 """Alternatives of a ``oneOf``: each is compared with each."""
+_SHOWN: Final = 60
+"""Characters of the user's own that a sentence repeats."""
 FORMATS: Final = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
@@ -198,7 +200,8 @@ class _Reader:
             found = resolve(clean, target)
             if found is None or found.place not in self._places:
                 raise InvalidRequestError(
-                    f"the JSON schema's '$ref' at {at} is {_shown(target)}, where there is no schema"
+                    f"the JSON schema's '$ref' at {at} is {_shown(target)}, where there is no "
+                    "schema"
                 )
 
     def separate(self, clean: dict[str, Any]) -> None:
@@ -335,7 +338,7 @@ def _numbers(value: object) -> Iterator[int | float]:
 
 
 def _unknown(key: str, at: str) -> InvalidRequestError:
-    shown = key if len(key) <= 40 else f"{key[:40]}…"
+    shown = key if len(key) <= _SHOWN else f"{key[:_SHOWN]}…"
     if key in _UNSUPPORTED:
         instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
         return UnsupportedError(f"the JSON schema's '{shown}' at {at} is not supported{instead}")
@@ -360,4 +363,4 @@ def _too_deep() -> InvalidRequestError:
 def _shown(value: object) -> str:
     """A value as JSON, cut to a readable length."""
     text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -14,9 +14,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 LIMITS: Final = LLParserLimits(
     max_items_in_row=10_000, max_lexer_states=40_000, verbose_errors=False
 )
-"""Of one grammar's work: as the library's own, which bound compiling and each mask in operations, but
-for two. More items at one place than its 2,000, for an object of so many optional properties; fewer
-states of the lexer, which take one to two kilobytes each and are shared by all outputs."""
+"""Of one grammar's work: as the library's own, which bound compiling and each mask in operations,
+but for two. More items at one place than its 2,000, for an object of so many optional properties;
+fewer states of the lexer, which take one to two kilobytes each and are shared by all outputs."""
 
 
 class TokenSource(Protocol):
