@@ -1,7 +1,7 @@
 """Makes impossible, over a whole batch, every token that a row's grammar does not allow.
 
-One pass before sampling: the masks of all rows with a grammar are gathered as bits, then applied to
-their logits. Rows without one are not touched.
+One pass before sampling: each row's mask is computed as bits and applied to its logits. Rows
+without a grammar are not touched.
 """
 
 from __future__ import annotations
@@ -32,31 +32,23 @@ def forbid(
     forbidden as well, unless they are all that its grammar leaves. Returns the rows that cannot go
     on, each with its error; their logits are left as they are.
     """
-    rows = [row for row, grammar in enumerate(grammars) if grammar is not None]
-    if not rows:
-        return {}
     errors: dict[int, TokenpathError] = {}
-    words = np.empty((len(rows), max(g.words for g in grammars if g is not None)), np.uint32)
-    for place, row in enumerate(rows):
-        grammar = grammars[row]
-        assert grammar is not None
+    vocab = logits.shape[1]
+    for row, grammar in enumerate(grammars):
+        if grammar is None:
+            continue
+        words = np.empty(grammar.words, np.uint32)
         try:
-            grammar.allow(words[place])
+            grammar.allow(words)
         except TokenpathError as error:
             errors[row] = error
-            words[place] = 0xFFFF_FFFF
-    allowed: Bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-    allowed = allowed[:, : logits.shape[1]]
-    for place, row in enumerate(rows):
+            continue
+        # A row at a time: its mask as bytes stays in the cache, that of a batch would not.
+        allowed: Bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab]
         ids = unwanted[row]
-        if ids is not None and row not in errors:
-            _without(allowed[place], ids)
-    forbidden = torch.from_numpy(np.ascontiguousarray(allowed ^ 1).view(np.bool_)).to(logits.device)
-    if len(rows) == len(logits):
-        logits.masked_fill_(forbidden, -torch.inf)
-    else:
-        for place, row in enumerate(rows):
-            logits[row].masked_fill_(forbidden[place], -torch.inf)
+        if ids is not None:
+            _without(allowed, ids)
+        logits[row].masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
     return errors
 
 
