@@ -13,18 +13,20 @@ if TYPE_CHECKING:
     from tokenpath.config.spec import Spec as Spec
     from tokenpath.engine.offline import Engine as Engine
     from tokenpath.protocol.errors import TokenpathError as TokenpathError
+    from tokenpath.protocol.grammar import Grammar as Grammar
     from tokenpath.protocol.request import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "tokenpath.engine.offline",
+    "Grammar": "tokenpath.protocol.grammar",
     "SamplingParams": "tokenpath.protocol.request",
     "Spec": "tokenpath.config.spec",
     "TokenpathError": "tokenpath.protocol.errors",
 }
 
-__all__ = ["Engine", "SamplingParams", "Spec", "TokenpathError", "__version__"]
+__all__ = ["Engine", "Grammar", "SamplingParams", "Spec", "TokenpathError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

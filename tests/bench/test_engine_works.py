@@ -21,8 +21,17 @@ def test_a_list_keeps_its_order_and_counts_each_work_once():
     assert chosen == [Decode(2, 32), Prefill(7), Decode(8, 64)]
 
 
+def test_structured_decoding_comes_with_what_it_is_compared_to():
+    free, structured = Decode(8, 64), Decode(8, 64, structured=True)
+    assert works.chosen("structured_8_64") == [free, structured]
+    assert works.chosen("prefill_7,decode_8_64,structured_8_64") == [Prefill(7), free, structured]
+    assert structured.name == "structured_8_64"
+    assert structured.sequence_tokens == free.sequence_tokens
+
+
 @pytest.mark.parametrize(
-    "name", ["", "prefill", "prefill_0", "decode_8", "decode_0_8", "decode_1_-4", "speed"]
+    "name",
+    ["", "structured_8", "prefill", "prefill_0", "decode_8", "decode_0_8", "decode_1_-4", "speed"],
 )
 def test_what_is_no_work_is_named(name):
     with pytest.raises(SpecError, match="is no work; works are prefill_TOKENS") as raised:

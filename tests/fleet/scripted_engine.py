@@ -39,6 +39,8 @@ WIDE = 905
 
 
 class ScriptedCore:
+    grammars = None
+
     def __init__(self, step_s: float = 0.001, max_running: int = 64) -> None:
         self.step_s = step_s
         self.max_running = max_running
@@ -67,7 +69,7 @@ class ScriptedCore:
             block_tokens=16,
         )
 
-    def submit(self, request: GenerationRequest, *, arrived: float) -> None:
+    def submit(self, request: GenerationRequest, *, arrived: float, grammar=None) -> None:
         kind = request.prompt.token_ids[0]
         if kind == REFUSED:
             raise InvalidRequestError("refused by the script", param="prompt")

@@ -149,11 +149,10 @@ def test_completion_fields(server, fields, param, says):
     [
         (CHAT, {"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
         (CHAT, {"functions": [{}]}, "functions"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"modalities": ["audio"]}, "modalities"),
         (CHAT, {"audio": {"voice": "x"}}, "audio"),
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
-        (CHAT, {"guided_json": {}}, "guided_json"),
+        (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         (
             CHAT,
             {

@@ -50,6 +50,9 @@ class Limits(_Strict):
     """Longest ``stop`` list. OpenAI allows 4; more costs time per token."""
     logprobs: Annotated[int, Field(ge=0)] = 20
     """Largest ``top_logprobs``; OpenAI's bound."""
+    grammar_bytes: Annotated[int, Field(gt=0)] = 262_144
+    """Largest JSON schema, regular expression or grammar of a structured output. The largest
+    schemas that people publish have about as much."""
 
 
 class Gateway(_Strict):
@@ -103,6 +106,12 @@ class EngineSettings(_Strict):
     """Sequences in one batch. Beyond it decoding on CPU gains nothing."""
     prefix_cache: bool = True
     """Reuse the KV of equal prompt beginnings."""
+    grammar_compile_s: Annotated[float, Field(gt=0)] = 10.0
+    """Longest time that a request waits for its schema or grammar to be compiled; then it gets a
+    400. Ordinary ones take milliseconds, and the first of an engine about a second more."""
+    grammar_cache_entries: Annotated[int, Field(gt=0)] = 64
+    """Compiled schemas and grammars that are kept, those used last. One takes from some 100 kB to,
+    for the most tangled, some 10 MB."""
 
 
 class Model(_Strict):

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from tokenpath.engine.grammar.masks import forbid
 from tokenpath.engine.rows import Ints
 from tokenpath.engine.sampling_state import SamplingState
+from tokenpath.protocol.errors import TokenpathError
 
 _LEAST_REPETITION = 1e-6
 """A smaller repetition penalty can overflow float32 and changes nothing any more: a logit that is
@@ -57,10 +59,27 @@ def penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
 
 
 def mask_ends(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Make end tokens impossible in rows that have not reached ``min_tokens``, in place."""
-    rows = [row for row, state in enumerate(states) if state.ends_masked]
+    """Make end tokens impossible in rows that have not reached ``min_tokens``, in place.
+
+    Not in rows with a grammar, which may leave nothing else: see ``mask_grammars``.
+    """
+    rows = [row for row, state in enumerate(states) if state.ends_masked and state.grammar is None]
     if rows:
         logits[_places(logits, rows, [states[row].end_ids for row in rows])] = -torch.inf
+
+
+def mask_grammars(
+    logits: torch.Tensor, states: Sequence[SamplingState]
+) -> dict[int, TokenpathError]:
+    """Make impossible what the rows' grammars do not allow, in place; the rows that cannot go on.
+
+    End tokens are masked until ``min_tokens`` here too, unless the grammar allows only them.
+    """
+    return forbid(
+        logits,
+        [state.grammar for state in states],
+        [state.end_ids if state.ends_masked else None for state in states],
+    )
 
 
 def _places(

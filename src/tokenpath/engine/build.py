@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -11,6 +12,7 @@ import torch
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import default_threads
+from tokenpath.engine.grammar.compiler import GrammarCompiler
 from tokenpath.engine.kernels.native_module import chosen_kernels
 from tokenpath.engine.kernels.native_program import obstacle
 from tokenpath.engine.kv_cache import kv_blocks_for
@@ -26,6 +28,9 @@ from tokenpath.models.tokenizer import Tokenizer
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
 from tokenpath.protocol.errors import ModelError, SpecError
 from tokenpath.protocol.replica import ModelCard
+
+if TYPE_CHECKING:
+    from tokenpath.engine.grammar.vocabulary import Vocabulary
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of it that is."""
@@ -129,7 +134,24 @@ def build_engine(
         card=card,
         eos_ids=model.config.eos_ids,
         reducer=runner.reducer,
+        grammars=_grammars(tokenizer, model.config, settings),
         resident_bytes=lambda: int(process.memory_info().rss),
+    )
+
+
+def _grammars(
+    tokenizer: Tokenizer, config: ModelConfig, settings: EngineSettings
+) -> GrammarCompiler:
+    def vocabulary() -> Vocabulary:
+        # Loads the library, which a server without grammars never needs.
+        from tokenpath.engine.grammar.vocabulary import Vocabulary  # noqa: PLC0415 - see above
+
+        return Vocabulary(tokenizer, size=config.vocab_size, end_ids=config.eos_ids)
+
+    return GrammarCompiler(
+        vocabulary,
+        limit_s=settings.grammar_compile_s,
+        cache_entries=settings.grammar_cache_entries,
     )
 
 

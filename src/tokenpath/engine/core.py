@@ -21,10 +21,11 @@ import traceback
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from tokenpath.engine.grammar.compiler import GrammarCompiler
 from tokenpath.engine.logprobs import TokenBytes
 from tokenpath.engine.output import Detokenizer, End, Output, OutputStream
 from tokenpath.engine.randomness import fresh_seed
@@ -41,6 +42,7 @@ from tokenpath.protocol.errors import (
     EngineError,
     InvalidRequestError,
     TokenpathError,
+    UnsupportedError,
 )
 from tokenpath.protocol.events import (
     Failed,
@@ -51,8 +53,11 @@ from tokenpath.protocol.events import (
     Usage,
 )
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
-from tokenpath.protocol.request import GenerationRequest
+from tokenpath.protocol.request import GenerationRequest, SamplingParams
 from tokenpath.protocol.stages import Stage
+
+if TYPE_CHECKING:
+    from tokenpath.engine.grammar.state import CompiledGrammar, GrammarState
 
 log = logging.getLogger("tokenpath.engine")
 
@@ -111,6 +116,7 @@ class EngineCore:
         card: ModelCard,
         eos_ids: Collection[int],
         reducer: Reducer = TORCH,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed_source: Callable[[], int] = fresh_seed,
         resident_bytes: Callable[[], int] = lambda: 0,
@@ -120,6 +126,8 @@ class EngineCore:
         ``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed.
         """
         self.card = card
+        self.grammars = grammars
+        """Compiles grammars; may be used from any thread. None: they are refused."""
         self._runner = runner
         self._scheduler = scheduler
         self._text = text
@@ -139,6 +147,9 @@ class EngineCore:
         if request.request_id in self._live:
             raise InvalidRequestError(f"request id {request.request_id!r} is already in use")
         check_request(request, self.card.vocab_size)
+        grammar = request.sampling.grammar
+        if grammar is not None and self.grammars is None:
+            raise UnsupportedError("this engine compiles no grammars", param=grammar.field)
         length, capacity = len(request.prompt.token_ids), self._scheduler.capacity_tokens
         if length >= capacity:
             raise ContextLengthError(
@@ -146,11 +157,18 @@ class EngineCore:
                 f"{capacity} here"
             )
 
-    def submit(self, request: GenerationRequest, *, arrived: float | None = None) -> None:
+    def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        arrived: float | None = None,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
         """Queue a request; its events come from later steps.
 
         ``arrived`` is when it came in, on the core's clock, if that was before this call: its time
-        in the queue and its deadline count from there.
+        in the queue and its deadline count from there. ``grammar`` is the request's own, compiled;
+        without it this call compiles it, or finds it compiled.
 
         Output is cut to what the context leaves: a request for more ends with ``length``. Whether
         to refuse it instead is the front door's choice.
@@ -158,6 +176,7 @@ class EngineCore:
         Raises:
             InvalidRequestError: a parameter is out of its range, or the id is live.
             ContextLengthError: the prompt leaves no room for a single token.
+            OverloadedError: too many grammars are being compiled.
         """
         if arrived is None:
             arrived = self._clock()
@@ -167,7 +186,13 @@ class EngineCore:
         max_tokens = min(params.max_tokens, self._scheduler.capacity_tokens - len(prompt))
         end_ids = (*(() if params.ignore_eos else self._eos_ids), *params.stop_token_ids)
         seed = self._seed_source() if params.seed is None else params.seed
-        sampling = SamplingState(params, prompt=prompt, seed=seed, end_ids=end_ids)
+        sampling = SamplingState(
+            params,
+            prompt=prompt,
+            seed=seed,
+            end_ids=end_ids,
+            grammar=self._begin_grammar(params, grammar),
+        )
         output = OutputStream(
             params,
             make_detokenizer=lambda stop: self._text.detokenizer(stop, params.shown_token_ids),
@@ -186,6 +211,16 @@ class EngineCore:
         self._live[request.request_id] = _Live(
             request, sequence, sampling, output, StageClock(arrived), deadline
         )
+
+    def _begin_grammar(
+        self, params: SamplingParams, compiled: CompiledGrammar | None
+    ) -> GrammarState | None:
+        if params.grammar is None:
+            return None
+        if compiled is None:
+            assert self.grammars is not None, "``check`` refuses a grammar without a compiler"
+            compiled = self.grammars.compile(params.grammar)
+        return compiled.begin(self._eos_ids, params.grammar.field)
 
     def abort(self, request_id: str) -> Finish | None:
         """Forget a request and free its slot and blocks at once.
@@ -223,7 +258,7 @@ class EngineCore:
 
     def stats(self) -> ReplicaStats:
         """The engine's state and its running totals."""
-        scheduler = self._scheduler
+        scheduler, grammars = self._scheduler, self.grammars
         return ReplicaStats(
             requests_running=scheduler.running,
             requests_waiting=scheduler.waiting,
@@ -239,6 +274,12 @@ class EngineCore:
             step_seconds_total=self._step_seconds_total,
             aborts_total=self._aborts_total,
             resident_bytes=self._resident_bytes(),
+            grammars_cached=0 if grammars is None else grammars.cached,
+            grammars_compiled_total=0 if grammars is None else grammars.compiled_total,
+            grammar_hits_total=0 if grammars is None else grammars.hits_total,
+            grammar_compile_seconds_total=(
+                0.0 if grammars is None else grammars.compile_seconds_total
+            ),
         )
 
     def check_integrity(self) -> None:
@@ -332,7 +373,9 @@ class EngineCore:
             live.stages.enter(Stage.DECODE, now)
         try:
             live.sampling.record(drawn.token_id)
-            output = live.output.push(drawn.token_id, drawn.scores)
+            grammar = live.sampling.grammar
+            last = grammar is not None and grammar.finished
+            output = live.output.push(drawn.token_id, drawn.scores, last=last)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's own
             # Neither the message nor the arguments: they may quote the text.
             frames = "".join(traceback.format_tb(error.__traceback__))

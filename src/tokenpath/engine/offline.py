@@ -215,6 +215,8 @@ class Engine:
             )
             try:
                 core.check(request)
+                if params.grammar is not None and core.grammars is not None:
+                    core.grammars.compile(params.grammar)
             except InvalidRequestError as error:
                 if len(prompts) == 1:
                     raise

@@ -10,6 +10,7 @@ What ends a sequence, in order of precedence:
   its text nor its id is shown;
 * a stop string: ``stop``. The text ends before it. Stop strings are looked for in the text after
   that of the first ``min_tokens`` tokens;
+* a grammar that nothing can follow any more (``last``): ``stop``. All of the text is shown;
 * ``max_tokens``, or the end of the context: ``length``.
 """
 
@@ -104,18 +105,26 @@ class OutputStream:
         self._held: deque[tuple[int, TokenScores | None]] = deque()
         """Tokens that the detokenizer has not let go."""
 
-    def push(self, token_id: int, scores: TokenScores | None) -> Output:
-        """Take the next sampled token; ``scores`` only if the request asked for logprobs."""
+    def push(self, token_id: int, scores: TokenScores | None, *, last: bool = False) -> Output:
+        """Take the next sampled token; ``scores`` only if the request asked for logprobs.
+
+        ``last``: the sequence ends with this token, which is shown.
+        """
         self.generated += 1
         output = Output(logprobs=None if self._params.logprobs is None else [])
         output.end = self._end_token(token_id)
         if output.end is None:
             self._begin_search()
             self._held.append((token_id, scores))
-            self._show(self._detokenizer.push(token_id), output)
-            if output.end is None and self.generated >= self._max_tokens:
+            piece = self._detokenizer.push(token_id)
+            self._show(piece, output)
+            if piece.matched_stop is not None:
+                return output
+            if last:
+                output.end = End(FinishReason.STOP)
+            elif self.generated >= self._max_tokens:
                 output.end = End(FinishReason.LENGTH)
-            if output.end is None or output.end.reason is FinishReason.STOP:
+            else:
                 return output
         self._show(self._detokenizer.flush(), output)
         return output

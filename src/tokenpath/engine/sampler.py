@@ -5,7 +5,8 @@ The order of operations, per row:
 1. ``logit_bias`` is added;
 2. log probabilities, if asked for, are taken here;
 3. the repetition penalty, then the frequency and presence penalties;
-4. end and stop tokens are masked while fewer than ``min_tokens`` were generated;
+4. end and stop tokens are masked while fewer than ``min_tokens`` were generated, and what the
+   grammar does not allow;
 5. temperature 0 takes the largest logit, the lowest id on a tie; otherwise
 6. logits are divided by the temperature, and top-k, top-p (over what top-k left) and min-p cut;
 7. uniform numbers of (seed, position) pick a token by the inverse of the cumulative distribution:
@@ -31,7 +32,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from tokenpath.engine.adjust import add_bias, mask_ends, penalize
+from tokenpath.engine.adjust import add_bias, mask_ends, mask_grammars, penalize
 from tokenpath.engine.logprobs import ScoreTable, TokenScores
 from tokenpath.engine.randomness import uniform
 from tokenpath.engine.rows import (
@@ -72,12 +73,14 @@ def sample(
     """Draw one token per row of float32 ``[rows, vocab]`` logits, which are overwritten.
 
     A row whose logits allow no choice (NaN, +inf, or nothing above -inf) yields an ``EngineError``
-    in its place. The states are read, not advanced: ``SamplingState.record`` does that.
+    in its place, and one whose grammar cannot go on the error that says so. The states are read,
+    not advanced: ``SamplingState.record`` does that.
     """
     add_bias(logits, states)
     scores = ScoreTable(logits, states, reducer)
     penalize(logits, states)
     mask_ends(logits, states)
+    stuck = mask_grammars(logits, states)
     groups: defaultdict[_Method, list[int]] = defaultdict(list)
     for row, state in enumerate(states):
         groups[_method(state.params)].append(row)
@@ -85,6 +88,7 @@ def sample(
     for method, rows in groups.items():
         drawn = method(Rows(select(logits, rows), reducer), [states[row] for row in rows])
         tokens.update(zip(rows, drawn, strict=True))
+    tokens.update(stuck)
     return [
         token if isinstance(token, TokenpathError) else Sampled(token, scores.of(row, token))
         for row, token in sorted(tokens.items(), key=itemgetter(0))

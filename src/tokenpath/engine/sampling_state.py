@@ -7,17 +7,30 @@ and values, but the state here only ever moves forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokenpath.engine.rows import Floats, Ints
 from tokenpath.protocol.request import SamplingParams
 
+if TYPE_CHECKING:
+    from tokenpath.engine.grammar.state import GrammarState
+
 
 class SamplingState:
     """One sequence's sampling parameters, seed and token counts."""
 
-    __slots__ = ("bias_ids", "bias_values", "counts", "end_ids", "generated", "params", "seed")
+    __slots__ = (
+        "bias_ids",
+        "bias_values",
+        "counts",
+        "end_ids",
+        "generated",
+        "grammar",
+        "params",
+        "seed",
+    )
 
     def __init__(
         self,
@@ -26,12 +39,17 @@ class SamplingState:
         prompt: Sequence[int],
         seed: int,
         end_ids: Sequence[int] = (),
+        grammar: GrammarState | None = None,
     ) -> None:
-        """``end_ids`` are the tokens that end this sequence: masked until ``min_tokens``."""
+        """``end_ids`` are the tokens that end this sequence: masked until ``min_tokens``.
+
+        ``grammar`` stands at its beginning.
+        """
         self.params = params
         self.seed = seed
         self.generated = 0
         """Output tokens recorded so far: the position of the next draw."""
+        self.grammar = grammar
         self.end_ids: Ints = np.array(sorted(set(end_ids)), dtype=np.int64)
         self.bias_ids: Ints = np.array(list(params.logit_bias), dtype=np.int64)
         self.bias_values: Floats = np.array(list(params.logit_bias.values()), dtype=np.float32)
@@ -56,11 +74,16 @@ class SamplingState:
     @property
     def edits(self) -> bool:
         """Whether logits are changed after log probabilities are taken."""
-        return self.penalized or self.ends_masked
+        return self.penalized or self.ends_masked or self.grammar is not None
 
     def record(self, token_id: int) -> None:
-        """The sequence has grown by this token."""
+        """The sequence has grown by this token.
+
+        Raises ``EngineError`` if its grammar forbids it.
+        """
         self.generated += 1
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
         if self.penalized:
             self.counts.add(token_id)
 

@@ -20,7 +20,7 @@ import ssl
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -36,7 +36,15 @@ from tokenpath.protocol.errors import (
     SpecError,
     TokenpathError,
 )
-from tokenpath.protocol.events import Failed, FinishReason, GenerationEvent, TokenDelta
+from tokenpath.protocol.events import (
+    EngineStages,
+    Failed,
+    Finish,
+    FinishReason,
+    GenerationEvent,
+    TokenDelta,
+    Usage,
+)
 from tokenpath.protocol.framing import READ_BYTES, FramingError
 from tokenpath.protocol.link import (
     Abort,
@@ -54,6 +62,9 @@ from tokenpath.protocol.link import (
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
+if TYPE_CHECKING:
+    from tokenpath.engine.grammar.compiler import GrammarCompiler
+
 EXIT_OK: Final = 0
 EXIT_BROKEN: Final = 70
 MAX_CONNECTIONS: Final = 64
@@ -66,8 +77,19 @@ LAST_STEP_S: Final = 1.0
 """At the end of a drain: how long what is aborted may take to tell its usage and stages. Within the
 time that the fleet has on top of the grace."""
 PROGRESS_STEP: Final = 0.01
+_TOO_FAST: Final = "the replica cannot take requests as fast as they come"
 
 log = logging.getLogger("tokenpath.engine")
+
+
+@dataclass(slots=True)
+class _Preparing:
+    """A request whose grammar is being compiled."""
+
+    arrived: float
+    """On the worker's clock."""
+    prompt_tokens: int
+    task: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
@@ -79,6 +101,8 @@ class _Owner:
     """An abort is on its way to the core; a second one would tell it nothing."""
     withdrawn_for: ErrorInfo | None = None
     """What the gateway is told if it was not the gateway that withdrew it."""
+    preparing: _Preparing | None = None
+    """While its grammar is compiled; the core does not know of it yet."""
 
 
 class EngineServer:
@@ -150,7 +174,7 @@ class EngineServer:
         aborted = len(self._live)
         log.info("aborting %d requests that outlived the drain's grace", aborted)
         error = DrainingError("the replica was stopped before the request finished")
-        for internal_id, owner in self._live.items():
+        for internal_id, owner in list(self._live.items()):
             owner.withdrawn_for = error.info()
             self._withdraw(internal_id, owner)
         if not await self._idle_within(LAST_STEP_S):
@@ -256,7 +280,8 @@ class EngineServer:
         gone = [(i, o) for i, o in self._live.items() if o.connection is connection]
         for internal_id, owner in gone:
             self._withdraw(internal_id, owner)
-            self._forget(internal_id)
+            if internal_id in self._live:
+                self._forget(internal_id)
         self.on_disconnect()
 
     def _submit(self, connection: Connection, request: GenerationRequest) -> None:
@@ -266,11 +291,49 @@ class EngineServer:
         refusal = self._refusal()
         if refusal is None:
             renamed = msgspec.structs.replace(request, request_id=internal_id)
-            if self._worker.submit(renamed):
-                self._live[internal_id] = _Owner(connection, request.request_id)
+            owner = _Owner(connection, request.request_id)
+            grammars = self._worker.grammars
+            if request.sampling.grammar is not None and grammars is not None:
+                self._live[internal_id] = owner
+                owner.preparing = _Preparing(self._worker.now(), len(request.prompt.token_ids))
+                owner.preparing.task = self._spawn(self._prepare(renamed, owner, grammars))
                 return
-            refusal = OverloadedError("the replica cannot take requests as fast as they come")
+            if self._worker.submit(renamed):
+                self._live[internal_id] = owner
+                return
+            refusal = OverloadedError(_TOO_FAST)
         connection.send(StepOutput([Failed(request.request_id, refusal.info())]))
+
+    async def _prepare(
+        self, request: GenerationRequest, owner: _Owner, grammars: GrammarCompiler
+    ) -> None:
+        """Compile a request's grammar, off the engine's thread, then hand the request over."""
+        internal_id, grammar, preparing = (
+            request.request_id,
+            request.sampling.grammar,
+            owner.preparing,
+        )
+        assert grammar is not None
+        assert preparing is not None
+        error: TokenpathError | None = None
+        try:
+            compiled = await grammars.ready(grammar)
+        except TokenpathError as refusal:
+            error = refusal
+        if internal_id not in self._live:  # all were failed meanwhile
+            return
+        owner.preparing = None
+        if error is None:
+            if self._worker.submit(request, arrived=preparing.arrived, grammar=compiled):
+                return
+            error = OverloadedError(_TOO_FAST)
+        stages = EngineStages(queue_s=self._worker.now() - preparing.arrived)
+        self._end_unprepared(owner, Failed(internal_id, error.info(), stages))
+
+    def _end_unprepared(self, owner: _Owner, event: GenerationEvent) -> None:
+        """The end of a request that the core never saw."""
+        self._forget(event.request_id)
+        owner.connection.send(StepOutput([_addressed(event, owner)]))
 
     def _refusal(self) -> TokenpathError | None:
         if self._draining:
@@ -282,9 +345,19 @@ class EngineServer:
         return None
 
     def _withdraw(self, internal_id: str, owner: _Owner) -> None:
-        if not owner.withdrawn:
-            owner.withdrawn = True
+        if owner.withdrawn:
+            return
+        owner.withdrawn = True
+        preparing = owner.preparing
+        if preparing is None:
             self._worker.inbox.put(work.Abort(internal_id))
+            return
+        assert preparing.task is not None
+        preparing.task.cancel()
+        stages = EngineStages(queue_s=self._worker.now() - preparing.arrived)
+        usage = Usage(prompt_tokens=preparing.prompt_tokens, completion_tokens=0)
+        finish = Finish(FinishReason.ABORT, usage, stages)
+        self._end_unprepared(owner, TokenDelta(internal_id, finish=finish))
 
     def _query(self, connection: Connection, query_id: int) -> None:
         if not isinstance(self._status, Ready):
@@ -330,10 +403,11 @@ class EngineServer:
             log.debug("nobody connected to hear why the load failed")
         self.end(exit_code)
 
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class _ToLoop:

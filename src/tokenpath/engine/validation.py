@@ -48,6 +48,12 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         _reject("frequency_penalty", params.frequency_penalty, "finite")
     if not 0 < params.repetition_penalty < math.inf:
         _reject("repetition_penalty", params.repetition_penalty, "above 0 and finite")
+    if params.grammar is not None and params.ignore_eos:
+        raise InvalidRequestError(
+            f"ignore_eos cannot be combined with {params.grammar.field}: the output ends where the "
+            "grammar does",
+            param="ignore_eos",
+        )
     if params.logprobs is not None and params.logprobs < 0:
         _reject("logprobs", params.logprobs, "at least 0")
     for token_id, bias in params.logit_bias.items():

@@ -19,12 +19,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from tokenpath.protocol.errors import EngineError, TokenpathError
 from tokenpath.protocol.events import EngineStages, Failed, Finish, GenerationEvent, TokenDelta
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
+
+if TYPE_CHECKING:
+    from tokenpath.engine.grammar.compiler import GrammarCompiler
+    from tokenpath.engine.grammar.state import CompiledGrammar
 
 STATS_INTERVAL_S: Final = 0.5
 """While working, stats are published at least this often."""
@@ -40,9 +44,17 @@ class Core(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
-    def submit(self, request: GenerationRequest, *, arrived: float) -> None:
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """Compiles what ``submit`` is given; may be used from any thread."""
+        ...
+
+    def submit(
+        self, request: GenerationRequest, *, arrived: float, grammar: CompiledGrammar | None
+    ) -> None:
         """Queue a request that came in at ``arrived``, on the worker's clock.
 
+        ``grammar`` is what the request's own was compiled to.
         Raises a ``TokenpathError`` that ends only this request.
         """
 
@@ -73,6 +85,8 @@ class Submit:
     request: GenerationRequest
     arrived: float
     """When it came in, on the worker's clock."""
+    grammar: CompiledGrammar | None = None
+    """What the request's grammar was compiled to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +180,8 @@ class Worker:
     ) -> None:
         """``clock`` is the core's too: both measure a request's stages."""
         self.inbox = Inbox()
+        self.grammars: GrammarCompiler | None = None
+        """The core's, once it is loaded."""
         self._load = load
         self._outlet = outlet
         self._clock = clock
@@ -175,9 +191,22 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: GenerationRequest) -> bool:
-        """Hand over a request that has just come in. Never blocks; False if the inbox is full."""
-        return self.inbox.put(Submit(request, self._clock()))
+    def now(self) -> float:
+        """The time on the worker's clock."""
+        return self._clock()
+
+    def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        arrived: float | None = None,
+        grammar: CompiledGrammar | None = None,
+    ) -> bool:
+        """Hand over a request, which came in now or at ``arrived`` on the worker's clock.
+
+        Never blocks; False if the inbox is full.
+        """
+        return self.inbox.put(Submit(request, arrived or self._clock(), grammar))
 
     def stop(self) -> None:
         """End after the current step, or at once when idle; does not wait for it."""
@@ -196,7 +225,7 @@ class Worker:
     def _loaded_core(self) -> Core | None:
         try:
             core = self._load(self._outlet.progress)
-            card = core.card
+            card, self.grammars = core.card, core.grammars
         except TokenpathError as error:
             self._outlet.load_failed(error)
         except MemoryError:
@@ -241,7 +270,7 @@ class Worker:
         for command in commands:
             match command:
                 case Submit(request, arrived):
-                    error = self._submit(core, request, arrived)
+                    error = self._submit(core, command)
                     if error is not None:
                         stages = EngineStages(queue_s=self._clock() - arrived)
                         events.append(Failed(request.request_id, error.info(), stages))
@@ -253,11 +282,10 @@ class Worker:
                     queries.append(key)
         return events, tuple(queries)
 
-    def _submit(
-        self, core: Core, request: GenerationRequest, arrived: float
-    ) -> TokenpathError | None:
+    def _submit(self, core: Core, command: Submit) -> TokenpathError | None:
+        request = command.request
         try:
-            core.submit(request, arrived=arrived)
+            core.submit(request, arrived=command.arrived, grammar=command.grammar)
         except TokenpathError as error:
             return error
         except Exception:

@@ -13,6 +13,7 @@ import msgspec
 from tokenpath.config.spec import Limits
 from tokenpath.gateway.openai.schema import NOT_IMPLEMENTED, Sampling
 from tokenpath.protocol.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from tokenpath.protocol.grammar import Grammar
 from tokenpath.protocol.replica import ModelCard
 from tokenpath.protocol.request import SamplingParams
 
@@ -82,10 +83,16 @@ def stop_strings(request: Sampling) -> tuple[str, ...]:
 
 
 def sampling_params(
-    request: Sampling, card: ModelCard, *, logprobs: int | None, max_tokens: int
+    request: Sampling,
+    card: ModelCard,
+    *,
+    logprobs: int | None,
+    max_tokens: int,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The parameters of the call's first choice.
 
+    ``grammar`` is what the request's own fields for it mean.
     Raises ``InvalidRequestError`` for token ids that the model does not have and for a
     ``min_tokens`` beyond ``max_tokens``.
     """
@@ -113,6 +120,7 @@ def sampling_params(
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
+        grammar=grammar,
     )
 
 

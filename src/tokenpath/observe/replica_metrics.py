@@ -33,6 +33,7 @@ _GAUGES = {
     "kv_blocks_cached": "KV blocks held by nobody, reusable as a prefix, reclaimable at once.",
     "kv_blocks_total": "KV blocks in the pool.",
     "resident_bytes": "Resident memory of the engine's process.",
+    "grammars_cached": "Compiled grammars that are kept.",
 }
 _COUNTERS = {
     "prompt_tokens_total": "Prompt tokens of admitted sequences.",
@@ -42,6 +43,9 @@ _COUNTERS = {
     "steps_total": "Engine steps.",
     "step_seconds_total": "Time spent in engine steps.",
     "aborts_total": "Sequences withdrawn before their end.",
+    "grammars_compiled_total": "Grammars compiled, or found wrong.",
+    "grammar_hits_total": "Requests whose grammar was compiled already, or was being compiled.",
+    "grammar_compile_seconds_total": "Time spent compiling grammars.",
 }
 
 

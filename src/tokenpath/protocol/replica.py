@@ -47,6 +47,12 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     step_seconds_total: float = 0.0
     aborts_total: int = 0
     resident_bytes: int = 0
+    grammars_cached: int = 0
+    grammars_compiled_total: int = 0
+    """Compiled, or found wrong."""
+    grammar_hits_total: int = 0
+    """Requests whose grammar was compiled already, or was being compiled."""
+    grammar_compile_seconds_total: float = 0.0
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

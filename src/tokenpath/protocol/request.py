@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenpath.protocol.grammar import Grammar
+
 GREEDY_TEMPERATURE = 0.0
 
 
@@ -44,6 +46,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     """None: no logprobs. k >= 0: the chosen token's, and the k likeliest, before penalties
     and temperature are applied."""
+    grammar: Grammar | None = None
+    """What the output must be; it ends where the grammar does. Not together with ``ignore_eos``."""
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, tag="tokens"):

@@ -17,7 +17,15 @@ from tokenpath.bench.engine.cost import ModelCost
 from tokenpath.bench.engine.loaded import PACKAGES, Subject
 from tokenpath.bench.engine.roofline import Roofline
 from tokenpath.bench.engine.session import Span
-from tokenpath.bench.engine.works import DECODE_STEPS, OVERHEAD_WORK, STEP_OVERHEAD, Decode, Prefill
+from tokenpath.bench.engine.works import (
+    DECODE_STEPS,
+    OVERHEAD_WORK,
+    STEP_OVERHEAD,
+    STRUCTURED_OVERHEAD,
+    STRUCTURED_WORK,
+    Decode,
+    Prefill,
+)
 from tokenpath.bench.machine import Machine, machine, versions
 
 FORMAT = 1
@@ -72,11 +80,25 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         found = self.figures.get(OVERHEAD_WORK.name)
         return None if found is None else found.overhead
 
+    @property
+    def structured_overhead(self) -> float | None:
+        """What a JSON schema adds to a step at batch 8, as a fraction; None if not measured.
+
+        Only time outside of the forward pass is compared: the texts, and so the passes, differ.
+        """
+        found = self.figures.get(STRUCTURED_WORK.name)
+        free = self.figures.get(OVERHEAD_WORK.name)
+        if found is None or free is None:
+            return None
+        return (found.step_s * found.overhead - free.step_s * free.overhead) / free.step_s
+
     def json(self) -> bytes:
         """As indented JSON, works first."""
         document: dict[str, Any] = {name: f.median for name, f in self.figures.items()}
         if self.step_overhead is not None:
             document[STEP_OVERHEAD] = self.step_overhead
+        if self.structured_overhead is not None:
+            document[STRUCTURED_OVERHEAD] = self.structured_overhead
         document |= {
             "load_s": self.load_s,
             "rss_bytes": self.rss_bytes,

@@ -24,6 +24,7 @@ from tokenpath.policy.sequence import StepPlan
 from tokenpath.protocol.errors import EngineError
 from tokenpath.protocol.events import Failed
 from tokenpath.protocol.framing import encode
+from tokenpath.protocol.grammar import Grammar
 from tokenpath.protocol.link import StepOutput
 from tokenpath.protocol.request import (
     GREEDY_TEMPERATURE,
@@ -33,6 +34,25 @@ from tokenpath.protocol.request import (
 )
 
 Clock = Callable[[], float]
+_GRAMMAR = Grammar.json_schema(
+    {
+        "type": "array",
+        "minItems": 200,
+        "items": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 24},
+                "kind": {"enum": ["function", "class", "module", "constant"]},
+                "line": {"type": "integer", "minimum": 1, "maximum": 99_999},
+                "score": {"type": "number"},
+                "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+            },
+            "required": ["name", "kind", "line", "score", "tags"],
+            "additionalProperties": False,
+        },
+    }
+)
+"""Of structured works: what an extraction asks for, and longer than any work."""
 _LOWEST_ID = 100
 """Below it many vocabularies have control tokens."""
 
@@ -144,7 +164,8 @@ class Session:
         core = self._core
         prompts = work.prompts(self._step_tokens)
         start = before = core.stats()
-        live = [self._submit(length, work.sequence_tokens - length) for length in prompts]
+        grammar = _GRAMMAR if work.structured else None
+        live = [self._submit(length, work.sequence_tokens - length, grammar) for length in prompts]
         try:
             # The step that computes the last prompt is the first in which every sequence samples.
             sampled = 0
@@ -181,7 +202,7 @@ class Session:
     def _limits(self) -> tuple[Moment, ...]:
         return () if self.probe is None else (self.probe(),)
 
-    def _submit(self, prompt_tokens: int, max_tokens: int) -> str:
+    def _submit(self, prompt_tokens: int, max_tokens: int, grammar: Grammar | None = None) -> str:
         """Queue a request of random tokens; returns its id."""
         vocab = self._core.card.vocab_size
         lowest = min(_LOWEST_ID, vocab // 2)
@@ -191,7 +212,10 @@ class Session:
             model=self._core.card.name,
             prompt=TokenPrompt(self._random.choices(range(lowest, vocab), k=prompt_tokens)),
             sampling=SamplingParams(
-                max_tokens=max_tokens, temperature=GREEDY_TEMPERATURE, ignore_eos=True
+                max_tokens=max_tokens,
+                temperature=GREEDY_TEMPERATURE,
+                ignore_eos=grammar is None,
+                grammar=grammar,
             ),
         )
         self._core.submit(request)

@@ -51,6 +51,10 @@ def _lines(report: EngineReport) -> dict[str, str]:
     }
     if report.step_overhead is not None:
         lines["step overhead"] = f"{report.step_overhead:.1%} of a step at 8 sequences"
+    if report.structured_overhead is not None:
+        lines["structured"] = (
+            f"a JSON schema adds {report.structured_overhead:.1%} to a step at 8 sequences"
+        )
     if report.roofline is not None:
         lines["limits"] = _limits(report.roofline)
     return lines

@@ -1,4 +1,4 @@
-"""What can be measured, by name: ``prefill_512``, ``decode_8_1024``, ``step_overhead``.
+"""What can be measured, by name: ``prefill_512``, ``decode_8_1024``, ``structured_8_64``.
 
 A name is also the key of its figure in the JSON report. Any size may be named; ``ALL`` are the
 sizes that peers are compared on.
@@ -15,8 +15,9 @@ from tokenpath.protocol.errors import SpecError
 DECODE_STEPS = 32
 """Steps of one measured span of decoding; every sequence gets a token in each."""
 STEP_OVERHEAD = "step_overhead"
+STRUCTURED_OVERHEAD = "structured_overhead"
 _NAME = re.compile(
-    r"prefill_(?P<prompt>[1-9]\d{0,6})|decode_(?P<sequences>[1-9]\d{0,3})_(?P<context>[1-9]\d{0,6})"
+    r"prefill_(?P<prompt>[1-9]\d{0,6})|(?P<kind>decode|structured)_(?P<sequences>[1-9]\d{0,3})_(?P<context>[1-9]\d{0,6})"
 )
 
 
@@ -46,10 +47,13 @@ class Decode:
 
     sequences: int
     context: int
+    structured: bool = False
+    """Under a JSON schema, each."""
 
     @property
     def name(self) -> str:
-        return f"decode_{self.sequences}_{self.context}"
+        kind = "structured" if self.structured else "decode"
+        return f"{kind}_{self.sequences}_{self.context}"
 
     @property
     def sequence_tokens(self) -> int:
@@ -76,6 +80,8 @@ class Decode:
 Work = Prefill | Decode
 OVERHEAD_WORK = Decode(8, 64)
 """The step overhead is taken from its steps."""
+STRUCTURED_WORK = Decode(8, 64, structured=True)
+"""What a grammar costs is taken from its steps and those of ``OVERHEAD_WORK``."""
 ALL: tuple[Work, ...] = (
     Prefill(512),
     Prefill(2048),
@@ -86,6 +92,7 @@ ALL: tuple[Work, ...] = (
 def chosen(only: str | None) -> list[Work]:
     """The works of a comma-separated list, in its order and each once; all of them for None.
 
+    Structured decoding comes with the same decoding that is free, just before it.
     Raises ``SpecError`` naming what is no work.
     """
     if only is None:
@@ -93,8 +100,10 @@ def chosen(only: str | None) -> list[Work]:
     works: list[Work] = []
     for name in (part.strip() for part in only.split(",")):
         work = OVERHEAD_WORK if name == STEP_OVERHEAD else _parse(name)
-        if work not in works:
-            works.append(work)
+        if isinstance(work, Decode) and work.structured:
+            free = Decode(work.sequences, work.context)
+            works += [free] if free not in works else []
+        works += [work] if work not in works else []
     return works
 
 
@@ -129,9 +138,9 @@ def _parse(name: str) -> Work:
     found = _NAME.fullmatch(name)
     if found is None:
         raise SpecError(
-            f"--only: {name!r} is no work; works are prefill_TOKENS, decode_SEQUENCES_CONTEXT and "
-            f"{STEP_OVERHEAD}, such as prefill_512,decode_8_1024"
+            f"--only: {name!r} is no work; works are prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
+            f"structured_SEQUENCES_CONTEXT and {STEP_OVERHEAD}, such as prefill_512,decode_8_1024"
         )
     if found["prompt"]:
         return Prefill(int(found["prompt"]))
-    return Decode(int(found["sequences"]), int(found["context"]))
+    return Decode(int(found["sequences"]), int(found["context"]), found["kind"] == "structured")

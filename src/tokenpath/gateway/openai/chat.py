@@ -38,6 +38,7 @@ from tokenpath.gateway.openai.errors import decode
 from tokenpath.gateway.openai.messages import template_messages
 from tokenpath.gateway.openai.schema import ChatCompletionRequest
 from tokenpath.gateway.openai.stream import Frame
+from tokenpath.gateway.openai.structured import grammar_of
 from tokenpath.gateway.openai.tools import (
     check_switches,
     check_tools,
@@ -73,6 +74,7 @@ class ChatDoor:
         check_supported(request)
         check_limits(request, limits)
         check_logprobs(request.top_logprobs, "top_logprobs", limits)
+        grammar_of(request, limits)
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequestError(
                 "Field 'top_logprobs' needs 'logprobs': true.", param="top_logprobs"
@@ -106,7 +108,13 @@ class ChatDoor:
         asked = request.max_completion_tokens or request.max_tokens
         budget = output_budget(asked, None, len(prompt), card=card, limits=limits, param="messages")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        params = sampling_params(request, card, logprobs=logprobs, max_tokens=budget)
+        params = sampling_params(
+            request,
+            card,
+            logprobs=logprobs,
+            max_tokens=budget,
+            grammar=grammar_of(request, limits),
+        )
         marks = (*dialect.thought_mark_ids, *(dialect.call_mark_ids if tools else ()))
         reader = None
         if tools or dialect.thoughts is not None:

@@ -29,6 +29,7 @@ from tokenpath.gateway.openai.answers import (
 from tokenpath.gateway.openai.errors import decode
 from tokenpath.gateway.openai.schema import CompletionRequest
 from tokenpath.gateway.openai.stream import Frame
+from tokenpath.gateway.openai.structured import grammar_of
 from tokenpath.gateway.plan import Plan, Whole, off_loop
 from tokenpath.protocol.errors import InvalidRequestError, UnsupportedError
 from tokenpath.protocol.events import TokenLogprob, Usage
@@ -56,6 +57,7 @@ class CompletionDoor:
         check_supported(request)
         check_limits(request, limits)
         check_logprobs(request.logprobs, "logprobs", limits)
+        grammar_of(request, limits)
         if request.echo and request.logprobs is not None:
             raise UnsupportedError(
                 "Field 'echo' together with 'logprobs' is not implemented: the prompt's own "
@@ -87,6 +89,7 @@ class CompletionDoor:
 
         size = sum(len(prompt) for prompt in given if isinstance(prompt, str))
         prompts = await off_loop(size, tokenize)
+        grammar = grammar_of(request, limits)
         params = [
             sampling_params(
                 request,
@@ -100,6 +103,7 @@ class CompletionDoor:
                     limits=limits,
                     param="prompt",
                 ),
+                grammar=grammar,
             )
             for prompt in prompts
         ]

@@ -13,6 +13,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tokenpath.gateway.openai.structured import (
+    Choices,
+    JsonSchema,
+    Pattern,
+    ResponseFormat,
+    StructuredOutputs,
+)
+
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -142,6 +150,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=INT32_MIN, le=INT32_MAX)] | None = None
     """Lower runs first. Default 0."""
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    """What the output must be: free text, any JSON object, or JSON of a schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the output must be, in vLLM's form."""
+    guided_json: JsonSchema | str | None = None
+    """As ``structured_outputs.json``: vLLM's older name, as are the three below."""
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
 
     use_beam_search: AbsentOrFalse = None
     best_of: AbsentOrOne = None
@@ -152,13 +169,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Absent = None
     include_stop_str_in_output: AbsentOrFalse = None
     skip_special_tokens: AbsentOrTrue = None
-    guided_json: Absent = None
-    guided_regex: Absent = None
-    guided_choice: Absent = None
-    guided_grammar: Absent = None
-    structured_outputs: Absent = None
+    guided_whitespace_pattern: Absent = None
     logits_processors: AbsentOrEmpty = None
-    response_format: Annotated[Any, _only(None, {"type": "text"})] = None
 
 
 class ChatCompletionRequest(Sampling, frozen=True, kw_only=True):
