@@ -47,6 +47,8 @@ class Limits(_Strict):
     """Longest ``stop`` list. OpenAI allows 4; more costs time per token."""
     logprobs: Annotated[int, Field(ge=0)] = 20
     """Largest ``top_logprobs``; OpenAI's bound."""
+    inputs: Annotated[int, Field(gt=0)] = 2048
+    """Most texts in one call for embeddings, scores or classes; OpenAI's bound."""
 
 
 class Gateway(_Strict):
@@ -100,6 +102,16 @@ class EngineSettings(_Strict):
     """Sequences in one batch. Beyond it decoding on CPU gains nothing."""
     prefix_cache: bool = True
     """Reuse the KV of equal prompt beginnings."""
+    task: Literal["auto", "generate", "embed", "rerank", "classify"] = "auto"
+    """What the model is served for. ``auto`` goes by the checkpoint: an encoder embeds, or with a
+    classification head reranks (one label) or classifies; a decoder generates, or embeds if
+    sentence-transformers wrote its folder. ``embed`` makes an embedding model of any decoder."""
+    pooling: Literal["auto", "mean", "cls", "last"] = "auto"
+    """How an embedding is made of the tokens' vectors. ``auto``: as sentence-transformers' files
+    beside the model say; without them the mean for an encoder, the last token for a decoder."""
+    normalize: bool | None = None
+    """Whether embeddings are divided by their length. None: as sentence-transformers' files say;
+    without them yes for a decoder, no for an encoder."""
 
 
 class Model(_Strict):

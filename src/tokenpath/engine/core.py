@@ -40,6 +40,7 @@ from tokenpath.protocol.errors import (
     EngineError,
     InvalidRequestError,
     TokenpathError,
+    UnsupportedError,
 )
 from tokenpath.protocol.events import (
     Failed,
@@ -49,6 +50,7 @@ from tokenpath.protocol.events import (
     TokenDelta,
     Usage,
 )
+from tokenpath.protocol.pooling import PoolingRequest
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 from tokenpath.protocol.stages import Stage
@@ -137,7 +139,9 @@ class EngineCore:
                 f"{capacity} here"
             )
 
-    def submit(self, request: GenerationRequest, *, arrived: float | None = None) -> None:
+    def submit(
+        self, request: GenerationRequest | PoolingRequest, *, arrived: float | None = None
+    ) -> None:
         """Queue a request; its events come from later steps.
 
         ``arrived`` is when it came in, on the core's clock, if that was before this call: its time
@@ -148,8 +152,11 @@ class EngineCore:
 
         Raises:
             InvalidRequestError: a parameter is out of its range, or the id is live.
+            UnsupportedError: the request is for vectors, which this engine does not make.
             ContextLengthError: the prompt leaves no room for a single token.
         """
+        if isinstance(request, PoolingRequest):
+            raise UnsupportedError("this engine generates text; it makes no embeddings or scores")
         if arrived is None:
             arrived = self._clock()
         self.check(request)

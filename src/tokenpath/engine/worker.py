@@ -17,12 +17,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from tokenpath.protocol.errors import EngineError, TokenpathError
-from tokenpath.protocol.events import EngineStages, Failed, Finish, GenerationEvent, TokenDelta
+from tokenpath.protocol.events import EngineStages, Failed, Finish, TokenDelta
+from tokenpath.protocol.link import ReplicaEvent
+from tokenpath.protocol.pooling import PoolingRequest
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
@@ -31,16 +33,21 @@ STATS_INTERVAL_S: Final = 0.5
 MAX_COMMANDS: Final = 4096
 """Commands that may wait for the next step; aborts come on top, at most one per live request."""
 
+Request = GenerationRequest | PoolingRequest
+
 log = logging.getLogger("tokenpath.engine")
 
 
 class Core(Protocol):
-    """What the worker needs of ``engine.core.EngineCore``. Used from one thread only."""
+    """What the worker needs of an engine, which generates or pools. Used from one thread only.
+
+    See ``engine.core.EngineCore`` and ``engine.pooling.core.PoolingCore``.
+    """
 
     @property
     def card(self) -> ModelCard: ...
 
-    def submit(self, request: GenerationRequest, *, arrived: float) -> None:
+    def submit(self, request: Request, *, arrived: float) -> None:
         """Queue a request that came in at ``arrived``, on the worker's clock.
 
         Raises a ``TokenpathError`` that ends only this request.
@@ -54,7 +61,7 @@ class Core(Protocol):
         """Whether a step would do anything."""
         ...
 
-    def step(self) -> list[GenerationEvent]:
+    def step(self) -> Sequence[ReplicaEvent]:
         """Compute one step; whatever it raises is fatal for the process."""
         ...
 
@@ -70,7 +77,7 @@ Load = Callable[[Progress], Core]
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    request: GenerationRequest
+    request: Request
     arrived: float
     """When it came in, on the worker's clock."""
 
@@ -93,7 +100,7 @@ Command = Submit | Abort | QueryStats
 class StepResult:
     """What happened since the last one."""
 
-    events: list[GenerationEvent]
+    events: list[ReplicaEvent]
     stats: ReplicaStats | None
     """Present twice a second, when the engine has just gone idle, and when somebody asked."""
     answered: tuple[tuple[int, int], ...] = ()
@@ -175,7 +182,7 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: GenerationRequest) -> bool:
+    def submit(self, request: Request) -> bool:
         """Hand over a request that has just come in. Never blocks; False if the inbox is full."""
         return self.inbox.put(Submit(request, self._clock()))
 
@@ -220,7 +227,7 @@ class Worker:
             if core.has_work():
                 if events:  # Whoever waits for an ending does not wait for the step as well.
                     self._outlet.stepped(StepResult(events, None))
-                events = core.step()
+                events = [*core.step()]
             working = core.has_work()
             gone_idle = worked and not working
             now = self._clock()
@@ -235,8 +242,8 @@ class Worker:
 
     def _apply(
         self, core: Core, commands: list[Command]
-    ) -> tuple[list[GenerationEvent], tuple[tuple[int, int], ...]]:
-        events: list[GenerationEvent] = []
+    ) -> tuple[list[ReplicaEvent], tuple[tuple[int, int], ...]]:
+        events: list[ReplicaEvent] = []
         queries: list[tuple[int, int]] = []
         for command in commands:
             match command:
@@ -253,9 +260,7 @@ class Worker:
                     queries.append(key)
         return events, tuple(queries)
 
-    def _submit(
-        self, core: Core, request: GenerationRequest, arrived: float
-    ) -> TokenpathError | None:
+    def _submit(self, core: Core, request: Request, arrived: float) -> TokenpathError | None:
         try:
             core.submit(request, arrived=arrived)
         except TokenpathError as error:

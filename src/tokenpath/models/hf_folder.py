@@ -48,7 +48,7 @@ def read_hf_folder(path: Path) -> tuple[ModelConfig, dict[str, TensorInfo]]:
     check_config(config, config_path)
     tensors: dict[str, TensorInfo] = {}
     stored_names: dict[str, str] = {}
-    for stored, info in _stored_tensors(path).items():
+    for stored, info in stored_tensors(path).items():
         name = _canonical(stored, config)
         if name is None:
             continue
@@ -118,7 +118,8 @@ def _canonical(stored: str, config: ModelConfig) -> str | None:
     return stored
 
 
-def _stored_tensors(path: Path) -> dict[str, TensorInfo]:
+def stored_tensors(path: Path) -> dict[str, TensorInfo]:
+    """All tensors of a folder's safetensors under their own names. Raises ``ModelFileError``."""
     index_path = path / INDEX
     if index_path.is_file():
         return _indexed(path, index_path)
