@@ -124,6 +124,20 @@ def test_decoders_embed_like_transformers(name, pooling, tmp_path):
         np.testing.assert_allclose(row, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_a_decoder_without_its_head_embeds(name, tmp_path):
+    model = small_reference(name).model
+    model.save_pretrained(tmp_path)
+    given = inputs([9, 1], vocab=256)
+    rows = vectors(engine(tmp_path), given)
+    for row, each in zip(rows, given, strict=True):
+        with torch.inference_mode():
+            last = model(torch.tensor([each.token_ids])).last_hidden_state[0, -1]
+        np.testing.assert_allclose(row, last / last.norm(), atol=1e-5)
+    with pytest.raises(SpecError, match="it can embed"):
+        engine(tmp_path, task="generate")
+
+
 def test_sentence_transformers_files_are_followed(tmp_path):
     model = made(ENCODERS["bert"])
     saved(model, tmp_path, "Pooling", "Normalize", pooling_mode_cls_token=True)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -150,7 +150,7 @@ class LocalReplica:
         """Stream the events of one request; see ``protocol.replica``."""
         return self._ready_link().generate(request)
 
-    def pool(self, request: PoolingRequest) -> AsyncIterator[Pooled | Failed]:
+    def pool(self, request: PoolingRequest) -> AsyncGenerator[Pooled | Failed]:
         """Stream the vectors of one request; see ``protocol.replica``."""
         return self._ready_link().pool(request)
 

@@ -191,7 +191,7 @@ class LinkedReplica:
                 if isinstance(event, TokenDelta | Failed):
                     yield event
 
-    async def pool(self, request: PoolingRequest) -> AsyncIterator[Pooled | Failed]:
+    async def pool(self, request: PoolingRequest) -> AsyncGenerator[Pooled | Failed]:
         """Stream the vectors of one request; see ``protocol.replica``."""
         async with aclosing(self._exchange(Pool(request))) as events:
             async for event in events:

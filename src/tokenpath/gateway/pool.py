@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +146,7 @@ async def _run(
         timeout_s=timeout_s,
     )
     parts: list[tuple[Sequence[int], Vectors]] = []
-    async with aclosing(cast("Any", lease.replica.pool(request))) as events:
+    async with aclosing(lease.replica.pool(request)) as events:
         async for event in events:
             if isinstance(event, Failed):
                 if event.stages is not None:

@@ -20,6 +20,9 @@ from tokenpath.protocol.replica import Task
 
 Servable = LocalModel | EncoderModel
 
+DECODER_TOKENS = 8192
+"""Longest input of a decoder, unless the spec says more; OpenAI's models read as many."""
+
 _GGUF_POOLING: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 
 
@@ -70,6 +73,8 @@ def _tasks(model: Servable) -> tuple[Task, ...]:
                 return ("rerank",)
             case _:
                 return ("classify",)
+    if hf_folder.is_headless(model.config):
+        return ("embed",)
     return ("embed", "generate") if recipe_of(model).present else ("generate", "embed")
 
 
@@ -85,9 +90,14 @@ def input_tokenizer(model: Servable) -> InputTokenizer:
 
 
 def input_limit(model: Servable, cap: int | None) -> int:
-    """Longest input in tokens; ``cap`` is the spec's ``max_context_tokens``."""
+    """Longest input in tokens; ``cap`` is the spec's ``max_context_tokens``.
+
+    An input is read in one step, so what it takes grows with the square of its length; a decoder's
+    context may be far longer than anybody embeds.
+    """
     if isinstance(model, EncoderModel):
         own = model.max_tokens
     else:
         own = min(model.config.max_context_tokens, recipe_of(model).max_tokens or 1 << 62)
+        cap = cap or DECODER_TOKENS
     return own if cap is None else min(own, cap)

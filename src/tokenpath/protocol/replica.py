@@ -7,7 +7,7 @@ asyncio event loop only.
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Literal, Protocol
 
 import msgspec
@@ -104,7 +104,7 @@ class Replica(Protocol):
         """
         ...
 
-    def pool(self, request: PoolingRequest) -> AsyncIterator[Pooled | Failed]:
+    def pool(self, request: PoolingRequest) -> AsyncGenerator[Pooled | Failed]:
         """Stream the vectors of one request; otherwise as ``generate``."""
         ...
 
