@@ -45,7 +45,9 @@ def test_the_command(tmp_path):
     report = tmp_path / "report.json"
     options = ["--model", str(folder), "--text", str(tmp_path / "text"), "--rounds", "1"]
     result = CliRunner().invoke(
-        app, ["retrieval", *options, "--threads", "1", "--json", str(report)], catch_exceptions=False
+        app,
+        ["retrieval", *options, "--threads", "1", "--json", str(report)],
+        catch_exceptions=False,
     )
     assert result.exit_code == 0, result.output
     found = json.loads(report.read_bytes())

@@ -1,8 +1,8 @@
 """A retrieval task cut out of plain text: find the passage that a few words were taken from.
 
 The text is cut into passages of equal length. A question is a run of words from a passage's middle,
-which the passage then lacks; its neighbours, from the same page or file, are what it is easily taken
-for. Nothing is random, so the same text is the same task everywhere.
+which the passage then lacks; its neighbours, from the same page or file, are easily mistaken
+for it. Nothing is random, so the same text is the same task everywhere.
 """
 
 from __future__ import annotations
