@@ -88,5 +88,4 @@ def least_cosine(one: Floats, other: Floats) -> float:
 
 def _units(vectors: Floats) -> Floats:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    units: Floats = vectors / np.where(lengths > 0, lengths, 1)
-    return units
+    return (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32, copy=False)
