@@ -24,6 +24,7 @@ serve: .venv/.complete ## Serve a real model: MODEL=gemma-3-270m SPEC=file.yaml 
 
 test: .venv/.complete check ## Everything that must hold before a commit
 	@$(BIN)/tokenpath models pull gemma-3-270m
+	@$(BIN)/tokenpath models pull all-minilm-l6-v2
 	$(BIN)/pytest $(ARGS)
 
 check: .venv/.complete ## Lint, types and the rooms' import contracts

@@ -6,18 +6,27 @@ import pytest
 from tokenpath.cli import banner
 
 
-@pytest.mark.parametrize("chat", [True, False])
-def test_the_curl_line_is_one_shell_command(chat):
-    words = shlex.split(banner.curl_line("http://h:1", "it's $a `b`", chat=chat, key_needed=False))
+@pytest.mark.parametrize(
+    ("kind", "path", "field"),
+    [
+        ("chat", "chat/completions", "messages"),
+        ("complete", "completions", "prompt"),
+        ("embed", "embeddings", "input"),
+        ("rerank", "rerank", "documents"),
+        ("classify", "classify", "input"),
+    ],
+)
+def test_the_curl_line_is_one_shell_command(kind, path, field):
+    words = shlex.split(banner.curl_line("http://h:1", "it's $a `b`", kind, key_needed=False))
     assert words[0] == "curl"
-    assert words[1] == f"http://h:1/v1/{'chat/' if chat else ''}completions"
+    assert words[1] == f"http://h:1/v1/{path}"
     body = json.loads(words[-1])
     assert body["model"] == "it's $a `b`"
-    assert ("messages" in body) is chat
+    assert field in body
 
 
 def test_the_key_comes_from_the_environment():
-    line = banner.curl_line("http://h:1", "m", chat=True, key_needed=True)
+    line = banner.curl_line("http://h:1", "m", "chat", key_needed=True)
     assert '-H "Authorization: Bearer $TOKENPATH_API_KEY"' in line
 
 

@@ -1,12 +1,13 @@
 """From a spec to models that are ready to be served."""
 
 import pytest
+from tests.engine.encoders import ENCODERS, made, saved
 
 from tokenpath.cli.deployment import prepare
 from tokenpath.config.spec import Spec
 from tokenpath.models import memory
 from tokenpath.models.progress import SilentProgress
-from tokenpath.protocol.errors import ModelError, ModelFileError, ModelUnsupportedError, SpecError
+from tokenpath.protocol.errors import ModelError, ModelFileError, SpecError
 
 
 def ready(tmp_path, *models, said=None):
@@ -48,8 +49,6 @@ def test_names(tmp_path, tiny_gguf):
 
 
 def test_what_cannot_be_served(tmp_path):
-    with pytest.raises(ModelUnsupportedError, match="embedding model"):
-        ready(tmp_path, {"source": "all-minilm-l6-v2"})
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 64)
     with pytest.raises(ModelFileError, match=r"broken\.gguf"):
@@ -84,3 +83,24 @@ def test_models_share_the_memory(tmp_path, tiny_gguf, monkeypatch):
     ready(tmp_path, {"source": source, "name": "a"}, {"source": source, "name": "b"}, said=said)
     assert [line.partition(":")[0] for line in said] == ["Warning", "Model a", "Model b"]
     assert "1.4 GB available" in said[0]  # what the first leaves of 3.5 GB
+
+
+def test_an_encoder_is_ready_with_its_own_tokenizer(tmp_path):
+    folder = saved(made(ENCODERS["bert"]), tmp_path / "encoder")
+    (model,) = ready(tmp_path, {"source": str(folder)})
+    assert (model.task, model.template) == ("embed", None)
+    assert model.inputs.single("the cat").token_ids == [2, 4, 6, 3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"chat_template": "any"}, "chat_template"),
+        ({"engine": {"dtype": "int8"}}, "'float32' or 'bfloat16'"),
+        ({"engine": {"task": "generate"}}, "it can embed"),
+    ],
+)
+def test_what_an_encoder_cannot_do(fields, words, tmp_path):
+    folder = saved(made(ENCODERS["bert"]), tmp_path / "encoder")
+    with pytest.raises(SpecError, match=words):
+        ready(tmp_path, {"source": str(folder), **fields})

@@ -336,9 +336,12 @@ def serving(
     authenticator: Any = None,
     max_running: int = 64,
     body_s: float = 60.0,
+    replica: Any = None,
+    model: dict | None = None,
     **gateway,
 ) -> Iterator[Served]:
-    replica = ScriptedReplica()
+    """The application with one model; ``model`` has further fields of it."""
+    replica = replica or ScriptedReplica()
     model = ServedModel(
         name="toy",
         created=1_700_000_000,
@@ -347,6 +350,7 @@ def serving(
         dialect=dialect,
         replicas=[replica],
         max_running=max_running,
+        **(model or {}),
     )
     router, metrics = Router([model]), Metrics()
     app = create_app(

@@ -60,6 +60,10 @@ def test_every_route_is_described(server, document):
     assert set(document["paths"]) == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
+        "/v1/classify",
         "/v1/models",
         "/v1/models/{id}",
         "/health",

@@ -253,7 +253,7 @@ def test_content_type(server):
     ("method", "path", "status", "code"),
     [
         ("GET", "/nothing", 404, "not_found"),
-        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("POST", "/v1/images", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
@@ -283,3 +283,18 @@ def test_head_and_options(server):
 def test_server_header_is_ours(server):
     answer = server.http.get("/health")
     assert answer.headers.get_list("server") == ["tokenpath"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("embeddings", {"input": "Hi"}),
+        ("rerank", {"query": "Hi", "documents": ["Ho"]}),
+        ("score", {"text_1": "Hi", "text_2": "Ho"}),
+        ("classify", {"input": "Hi"}),
+    ],
+)
+def test_a_model_that_generates_makes_no_vectors(server, path, fields):
+    answer = post(server, f"/v1/{path}", {"model": "toy", **fields})
+    says = f"generates text: use /v1/chat/completions or /v1/completions, not /v1/{path}"
+    check(answer, 400, "unsupported_parameter", "model", says)

@@ -1,15 +1,13 @@
 """How much a model needs, how much there is, and what `show` says about it."""
 
-import json
-
-import numpy as np
 import pytest
 from checkpoints import HEAD_DIM, KV_HEADS, LAYERS, metadata_of, tensors_of, write_gguf
 from gguf.constants import GGMLQuantizationType as Quant
-from safetensors.numpy import save_file
+from tests.engine.encoders import CLASSIFIERS, made, saved
 
 from tokenpath.models import choice, memory, show
 from tokenpath.models.local import open_model
+from tokenpath.models.servable import open_servable
 from tokenpath.models.source import PathSource
 from tokenpath.protocol.errors import ModelFileError
 
@@ -174,18 +172,14 @@ class TestShow:
         assert (found.sliding_layers, found.sliding_window) == (LAYERS, 16)
 
     def test_an_encoder(self, tmp_path):
-        config = {"architectures": ["BertModel"], "hidden_size": 8, "num_hidden_layers": 2}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        weights = {"w": np.zeros((3, 8), np.float32), "position_ids": np.zeros(5, np.int64)}
-        save_file(weights, tmp_path / "model.safetensors")
-        found = show.describe_embedding(tmp_path, "tiny")
-        assert (found.architecture, found.parameters, found.dimensions) == ("BertModel", 24, 8)
-        assert found.weight_bytes == {"float32": 96, "bfloat16": 48}
-        assert found.heads is None
+        found = show.describe_encoder(open_servable(saved(made(CLASSIFIERS["bert-1"]), tmp_path)))
+        assert (found.architecture, found.task) == ("BertForSequenceClassification", "rerank")
+        assert (found.layers, found.heads, found.dimensions) == (3, 4, 32)
+        assert found.max_context_tokens == 64
+        assert found.weight_bytes["float32"] == 4 * found.parameters == found.stored_bytes
 
-    @pytest.mark.parametrize("text", [None, "{", "[]"])
-    def test_an_encoder_without_a_readable_config(self, tmp_path, text):
-        if text is not None:
-            (tmp_path / "config.json").write_text(text)
+    @pytest.mark.parametrize("text", ["{", "[]"])
+    def test_a_folder_without_a_readable_config(self, tmp_path, text):
+        (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelFileError, match=r"config\.json"):
-            show.describe_embedding(tmp_path, "tiny")
+            open_servable(tmp_path)

@@ -13,7 +13,7 @@ from tokenpath.models.source import (
     parse_source,
     resolve,
 )
-from tokenpath.protocol.errors import ModelError, ModelUnsupportedError
+from tokenpath.protocol.errors import ModelError
 
 
 def test_catalogue_name():
@@ -147,15 +147,10 @@ def test_a_single_source_and_an_unknown_one_are_taken_as_they_are(tmp_path):
     assert choose(BIG, "hf:a/b").name == "a/b"
 
 
-def test_an_embedding_model_is_refused_for_serving(tmp_path):
-    with pytest.raises(ModelUnsupportedError, match="serving embeddings is not supported yet"):
-        choice.first_that_fits(
-            ["all-minilm-l6-v2"],
-            models_dir=tmp_path,
-            dtype="float32",
-            kv_cache_bytes=0,
-            available_bytes=1 << 40,
-        )
+def test_an_embedding_model_needs_no_kv_cache(tmp_path):
+    (source,) = [parse_source("all-minilm-l6-v2")]
+    needed = choice.estimate_bytes(source, tmp_path, "float32", 1 << 40)
+    assert needed == memory.needed_bytes_unseen(source.entry.parameters, "float32", 0)
 
 
 def test_needed_bytes_of_the_unseen():

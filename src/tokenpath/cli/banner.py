@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from typing import Literal
 
 from tokenpath.models.sizes import human_bytes
 from tokenpath.protocol.replica import ModelCard
@@ -12,11 +13,33 @@ from tokenpath.protocol.replica import ModelCard
 Say = Callable[[str], None]
 KEY_VARIABLE = "TOKENPATH_API_KEY"
 """Where the printed curl line looks for the key."""
-_EXAMPLE_TOKENS = 32
+Example = Literal["chat", "complete", "embed", "rerank", "classify"]
+"""What a model can be shown with."""
+_EXAMPLES: dict[Example, tuple[str, dict[str, object]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "Write a haiku about the sea."}],
+            "max_tokens": 32,
+        },
+    ),
+    "complete": ("/v1/completions", {"prompt": "The capital of France is", "max_tokens": 32}),
+    "embed": ("/v1/embeddings", {"input": "The tide is coming in."}),
+    "rerank": (
+        "/v1/rerank",
+        {"query": "When is high tide?", "documents": ["The sea is high at noon.", "Bread rises."]},
+    ),
+    "classify": ("/v1/classify", {"input": "The tide is coming in."}),
+}
 
 
 def loaded_line(card: ModelCard) -> str:
-    """What an engine has loaded: type, memory, and how much context the KV pool holds."""
+    """What an engine has loaded: type, memory, and how much context it takes."""
+    if card.task != "generate":
+        return (
+            f"Loaded {card.name}: {card.dtype}, weights {human_bytes(card.weight_bytes)}, "
+            f"inputs of at most {card.max_context_tokens:,} tokens"
+        )
     kv_tokens = card.kv_blocks_total * card.block_tokens
     kv_bytes = kv_tokens * card.kv_bytes_per_token
     return (
@@ -43,17 +66,10 @@ def door_line(*, auth: str, ever_created: bool, any_valid: bool) -> str:
     return "An API key is required (`tokenpath keys create NAME` makes one)."
 
 
-def curl_line(url: str, model: str, *, chat: bool, key_needed: bool) -> str:
+def curl_line(url: str, model: str, kind: Example, *, key_needed: bool) -> str:
     """A command that works as it stands (with the key in ``TOKENPATH_API_KEY``)."""
-    if chat:
-        path = "/v1/chat/completions"
-        prompt: dict[str, object] = {
-            "messages": [{"role": "user", "content": "Write a haiku about the sea."}]
-        }
-    else:
-        path = "/v1/completions"
-        prompt = {"prompt": "The capital of France is"}
-    body = json.dumps({"model": model, **prompt, "max_tokens": _EXAMPLE_TOKENS})
+    path, fields = _EXAMPLES[kind]
+    body = json.dumps({"model": model, **fields})
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if key_needed else ""
     return (
         f"curl {shlex.quote(url + path)} -H 'Content-Type: application/json'{key} "

@@ -22,7 +22,7 @@ from tokenpath.bench import progress, report, settings, table, trace
 from tokenpath.bench.client import Client, Endpoint
 from tokenpath.bench.measure import Measurements
 from tokenpath.bench.wire import Api, PromptKind
-from tokenpath.cli import bench_engine
+from tokenpath.cli import bench_engine, bench_retrieval
 from tokenpath.protocol.errors import SpecError
 
 app = typer.Typer(
@@ -39,6 +39,7 @@ def bench() -> None:
 
 app.command("engine")(bench_engine.engine)
 app.command("perplexity")(bench_engine.perplexity)
+app.command("retrieval")(bench_retrieval.retrieval)
 
 
 @app.command("load")

@@ -12,15 +12,18 @@ from pathlib import Path
 
 from tokenpath.config.spec import Model, Spec
 from tokenpath.models import choice, gguf_tokenizer, hf_folder, memory
-from tokenpath.models.dialects.detect import Dialect, dialect_of
-from tokenpath.models.local import LocalModel, open_model
+from tokenpath.models.dialects.detect import PLAIN, Dialect, dialect_of
+from tokenpath.models.input_tokenizer import InputTokenizer
+from tokenpath.models.local import LocalModel
 from tokenpath.models.progress import Progress
+from tokenpath.models.servable import Servable, input_tokenizer, open_servable, settle_task
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.source import resolve
 from tokenpath.models.spelling import Source, parse_source
 from tokenpath.models.template import ChatTemplate, read_chat_template
 from tokenpath.models.tokenizer import Tokenizer
 from tokenpath.protocol.errors import SpecError
+from tokenpath.protocol.replica import Task
 
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -32,10 +35,13 @@ class ReadyModel:
 
     name: str
     spec: Model
-    local: LocalModel
-    tokenizer: Tokenizer
+    local: Servable
+    tokenizer: Tokenizer | InputTokenizer
     template: ChatTemplate | None
-    dialect: Dialect
+    dialect: Dialect = PLAIN
+    task: Task = "generate"
+    inputs: InputTokenizer | None = None
+    """How texts become inputs; None for a model that generates."""
 
 
 def prepare(
@@ -50,29 +56,38 @@ def prepare(
     for model, source in chosen:
         name = model.name or source.name
         path = resolve(source.text, models_dir=models_dir, progress=progress)
-        local = open_model(path, name=name)
+        local = open_servable(path, name=name)
         say(f"Model {name}: {local.config.architecture}, {memory.parameters(local):,} parameters, "
             f"{local.path}")  # fmt: skip
         ready.append(_ready(name, model, local))
     return ready
 
 
-def _ready(name: str, model: Model, local: LocalModel) -> ReadyModel:
-    tokenizer, template = local.tokenizer(), _template(model, local)
-    dialect = dialect_of(
-        template,
-        tokenizer,
-        tool_parser=model.tool_parser,
-        reasoning_parser=model.reasoning_parser,
-    )
-    return ReadyModel(
-        name=name,
-        spec=model,
-        local=local,
-        tokenizer=tokenizer,
-        template=template,
-        dialect=dialect,
-    )
+def _ready(name: str, model: Model, local: Servable) -> ReadyModel:
+    task = settle_task(local, model.engine.task)
+    if task == "generate" and isinstance(local, LocalModel):
+        tokenizer, template = local.tokenizer(), _template(model, local)
+        dialect = dialect_of(
+            template,
+            tokenizer,
+            tool_parser=model.tool_parser,
+            reasoning_parser=model.reasoning_parser,
+        )
+        return ReadyModel(name, model, local, tokenizer, template, dialect)
+    _check_settings(name, model)
+    inputs = input_tokenizer(local)
+    return ReadyModel(name, model, local, inputs, None, task=task, inputs=inputs)
+
+
+def _check_settings(name: str, model: Model) -> None:
+    """Raise ``SpecError`` for what only a model that generates can have."""
+    if model.chat_template is not None:
+        raise SpecError(f"{name} makes no conversation; leave out its chat_template")
+    if model.engine.dtype in {"int8", "int4"}:
+        raise SpecError(
+            f"dtype {model.engine.dtype!r} is for models that generate; {name} is computed in "
+            "'float32' or 'bfloat16'"
+        )
 
 
 def _choose(spec: Spec, models_dir: Path, say: Callable[[str], None]) -> list[tuple[Model, Source]]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tokenpath.models.catalogue import Entry
     from tokenpath.models.library import Library
-    from tokenpath.models.show import Description, EmbeddingDescription
+    from tokenpath.models.show import Description, EncoderDescription
     from tokenpath.models.source import Source
 
 app = typer.Typer(
@@ -195,23 +195,24 @@ def _rows(library: Library) -> Iterable[dict[str, Any]]:
         }
 
 
-def _describe(source: Source) -> Description | EmbeddingDescription | None:
+def _describe(source: Source) -> Description | EncoderDescription | None:
     """None if the model is not on this disk."""
-    from tokenpath.models.local import open_model  # noqa: PLC0415 - keeps --help fast
-    from tokenpath.models.show import describe, describe_embedding  # noqa: PLC0415
-    from tokenpath.models.source import CatalogueSource, PathSource, existing  # noqa: PLC0415
+    from tokenpath.models.encoder_model import EncoderModel  # noqa: PLC0415 - keeps --help fast
+    from tokenpath.models.servable import open_servable  # noqa: PLC0415
+    from tokenpath.models.show import describe, describe_encoder  # noqa: PLC0415
+    from tokenpath.models.source import PathSource, existing  # noqa: PLC0415
 
     if isinstance(source, PathSource):
-        return describe(open_model(existing(source)))
-    model = _library().find(source)
-    if model is None:
-        return None
-    if isinstance(source, CatalogueSource) and source.entry.kind == "embedding":
-        return describe_embedding(model.path, source.name)
-    return describe(open_model(model.path, name=source.name))
+        model = open_servable(existing(source))
+    else:
+        pulled = _library().find(source)
+        if pulled is None:
+            return None
+        model = open_servable(pulled.path, name=source.name)
+    return describe_encoder(model) if isinstance(model, EncoderModel) else describe(model)
 
 
-def _print_description(found: Description | EmbeddingDescription) -> None:
+def _print_description(found: Description | EncoderDescription) -> None:
     from tokenpath.models.show import Description  # noqa: PLC0415 - keeps --help fast
     from tokenpath.models.sizes import human_bytes  # noqa: PLC0415
 
@@ -240,7 +241,7 @@ def _print_description(found: Description | EmbeddingDescription) -> None:
     _print(table)
 
 
-def _facts(found: Description | EmbeddingDescription) -> list[tuple[str, str]]:
+def _facts(found: Description | EncoderDescription) -> list[tuple[str, str]]:
     from tokenpath.models.show import Description  # noqa: PLC0415 - keeps --help fast
     from tokenpath.models.sizes import human_bytes  # noqa: PLC0415
 
@@ -255,11 +256,13 @@ def _facts(found: Description | EmbeddingDescription) -> list[tuple[str, str]]:
         memory = ", ".join(f"{human_bytes(b)} in {d}" for d, b in found.weight_bytes.items())
         return [
             *facts,
-            ("kind", "embedding (cannot be served yet)"),
+            ("task", found.task),
+            *([("labels", ", ".join(found.labels))] if found.labels else []),
             ("layers", f"{found.layers}"),
             ("heads", f"{found.heads}"),
             ("dimensions", f"{found.dimensions}"),
-            ("context", f"{found.max_context_tokens} tokens"),
+            ("vocabulary", f"{found.vocab_size:,}"),
+            ("context", f"{found.max_context_tokens:,} tokens"),
             ("types", ", ".join(found.types)),
             ("memory", memory),
         ]

@@ -147,8 +147,10 @@ class Server:
         self._say(door.line)
         self._say(f"Ready at {url} (its API is described at {url}/docs). Try:")
         for model in self._models:
-            chat = model.template is not None
-            line = banner.curl_line(url, model.name, chat=chat, key_needed=door.key_needed)
+            kind: banner.Example = "chat" if model.template is not None else "complete"
+            if model.task != "generate":
+                kind = model.task
+            line = banner.curl_line(url, model.name, kind, key_needed=door.key_needed)
             self._say(f"  {line}")
 
     def _progressed(self, replica_id: str, what: str, fraction: float) -> None:
@@ -233,6 +235,8 @@ def _served(models: Sequence[ReadyModel], replicas: Sequence[LocalReplica]) -> l
             dialect=model.dialect,
             replicas=[replica],
             max_running=model.spec.engine.max_running,
+            task=model.task,
+            inputs=model.inputs,
         )
         for model, replica in zip(models, replicas, strict=True)
     ]

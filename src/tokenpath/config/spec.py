@@ -53,6 +53,8 @@ class Limits(_Strict):
     grammar_bytes: Annotated[int, Field(gt=0)] = 262_144
     """Largest JSON schema, regular expression or grammar of a structured output. The largest
     schemas that people publish have about as much."""
+    inputs: Annotated[int, Field(gt=0)] = 2048
+    """Most texts in one call for embeddings, scores or classes; OpenAI's bound."""
 
 
 class Gateway(_Strict):
@@ -112,6 +114,16 @@ class EngineSettings(_Strict):
     grammar_cache_entries: Annotated[int, Field(gt=0)] = 64
     """Compiled schemas and grammars that are kept, those used last. One takes from some 100 kB to,
     for the most tangled, some 10 MB."""
+    task: Literal["auto", "generate", "embed", "rerank", "classify"] = "auto"
+    """What the model is served for. ``auto`` goes by the checkpoint: an encoder embeds, or with a
+    classification head reranks (one label) or classifies; a decoder generates, or embeds if
+    sentence-transformers wrote its folder. ``embed`` makes an embedding model of any decoder."""
+    pooling: Literal["auto", "mean", "cls", "last"] = "auto"
+    """How an embedding is made of the tokens' vectors. ``auto``: as sentence-transformers' files
+    beside the model say; without them the mean for an encoder, the last token for a decoder."""
+    normalize: bool | None = None
+    """Whether embeddings are divided by their length. None: as sentence-transformers' files say;
+    without them yes for a decoder, no for an encoder."""
 
 
 class Model(_Strict):

@@ -74,10 +74,15 @@ def native(launch: EngineLaunch) -> Load:
     def load(progress: Progress) -> Core:
         progress("importing torch", 0.0)
         from tokenpath.engine.build import build_engine  # noqa: PLC0415 - takes seconds
-        from tokenpath.models.local import open_model  # noqa: PLC0415
+        from tokenpath.engine.pooling.build import build_pooling_engine  # noqa: PLC0415
+        from tokenpath.models.local import LocalModel  # noqa: PLC0415
+        from tokenpath.models.servable import open_servable, settle_task  # noqa: PLC0415
 
-        model = open_model(launch.model, name=launch.name)
-        return build_engine(model, launch.engine, name=launch.name, progress=progress)
+        model = open_servable(launch.model, name=launch.name)
+        generates = settle_task(model, launch.engine.task) == "generate"
+        if generates and isinstance(model, LocalModel):
+            return build_engine(model, launch.engine, name=launch.name, progress=progress)
+        return build_pooling_engine(model, launch.engine, name=launch.name, progress=progress)
 
     return load
 

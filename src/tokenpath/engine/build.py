@@ -60,7 +60,7 @@ def build_engine(
             its leaves).
         SpecError: the settings do not fit the machine or the model.
     """
-    device = _device(settings.device)
+    device = settle_device(settings.device)
     held = dtype_for(model.config, settings)
     dtype, bits = torch_dtype(held), weight_bits(held)
     kv_dtype = settle_kv_dtype(settings.kv_dtype, held)
@@ -187,7 +187,8 @@ class _ModelText:
         return IncrementalDetokenizer(self._tokenizer, stop, shown=shown)
 
 
-def _device(name: str) -> torch.device:
+def settle_device(name: str) -> torch.device:
+    """The torch device of a spec. Raises ``SpecError`` if this machine does not have it."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -52,6 +52,7 @@ from tokenpath.protocol.events import (
     TokenDelta,
     Usage,
 )
+from tokenpath.protocol.pooling import PoolingRequest
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest, SamplingParams
 from tokenpath.protocol.stages import Stage
@@ -159,7 +160,7 @@ class EngineCore:
 
     def submit(
         self,
-        request: GenerationRequest,
+        request: GenerationRequest | PoolingRequest,
         *,
         arrived: float | None = None,
         grammar: CompiledGrammar | None = None,
@@ -175,9 +176,12 @@ class EngineCore:
 
         Raises:
             InvalidRequestError: a parameter is out of its range, or the id is live.
+            UnsupportedError: the request is for vectors, which this engine does not make.
             ContextLengthError: the prompt leaves no room for a single token.
             OverloadedError: too many grammars are being compiled.
         """
+        if isinstance(request, PoolingRequest):
+            raise UnsupportedError("this engine generates text; it makes no embeddings or scores")
         if arrived is None:
             arrived = self._clock()
         self.check(request)

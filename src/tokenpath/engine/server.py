@@ -52,13 +52,16 @@ from tokenpath.protocol.link import (
     Drained,
     Hello,
     LoadFailed,
+    Pool,
     Progress,
     Ready,
+    ReplicaEvent,
     StatsQuery,
     StatsReply,
     StepOutput,
     Submit,
 )
+from tokenpath.protocol.pooling import Pooled
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
@@ -213,7 +216,7 @@ class EngineServer:
         self._spawn(self._end_after_greeting(error.exit_code))
 
     def stepped(self, result: work.StepResult) -> None:
-        outputs: defaultdict[Connection, list[GenerationEvent]] = defaultdict(list)
+        outputs: defaultdict[Connection, list[ReplicaEvent]] = defaultdict(list)
         for event in result.events:
             ended = isinstance(event, Failed) or event.finish is not None
             owner = self._live.get(event.request_id)
@@ -261,7 +264,7 @@ class EngineServer:
         self._greeted.set()
         while (frame := await connection.read()) is not None:
             match frame:
-                case Submit(request):
+                case Submit(request) | Pool(request):
                     self._submit(connection, request)
                 case Abort(request_id):
                     internal_id = _internal_id(connection, request_id)
@@ -284,7 +287,7 @@ class EngineServer:
                 self._forget(internal_id)
         self.on_disconnect()
 
-    def _submit(self, connection: Connection, request: GenerationRequest) -> None:
+    def _submit(self, connection: Connection, request: work.Request) -> None:
         internal_id = _internal_id(connection, request.request_id)
         if internal_id in self._live:
             raise FramingError("a request id was used again while it was live")
@@ -293,9 +296,13 @@ class EngineServer:
             renamed = msgspec.structs.replace(request, request_id=internal_id)
             owner = _Owner(connection, request.request_id)
             grammars = self._worker.grammars
-            if request.sampling.grammar is not None and grammars is not None:
+            if (
+                isinstance(renamed, GenerationRequest)
+                and renamed.sampling.grammar is not None
+                and grammars is not None
+            ):
                 self._live[internal_id] = owner
-                owner.preparing = _Preparing(self._worker.now(), len(request.prompt.token_ids))
+                owner.preparing = _Preparing(self._worker.now(), len(renamed.prompt.token_ids))
                 owner.preparing.task = self._spawn(self._prepare(renamed, owner, grammars))
                 return
             if self._worker.submit(renamed):
@@ -382,7 +389,7 @@ class EngineServer:
             self._live_changed.set()
 
     def _fail_live(self, error: TokenpathError) -> None:
-        failed: defaultdict[Connection, list[GenerationEvent]] = defaultdict(list)
+        failed: defaultdict[Connection, list[ReplicaEvent]] = defaultdict(list)
         for internal_id, owner in list(self._live.items()):
             self._forget(internal_id)
             failed[owner.connection].append(Failed(owner.request_id, error.info()))
@@ -443,11 +450,13 @@ def _internal_id(connection: Connection, request_id: str) -> str:
     return f"{connection.number}/{request_id}"
 
 
-def _addressed(event: GenerationEvent, owner: _Owner) -> GenerationEvent:
+def _addressed(event: ReplicaEvent, owner: _Owner) -> ReplicaEvent:
     """The event as the owner is to see it."""
     request_id = owner.request_id
     if isinstance(event, Failed):
         return Failed(request_id, event.error, event.stages, event.usage)
+    if isinstance(event, Pooled):
+        return Pooled(request_id, event.places, event.vectors, event.finish)
     finish = event.finish
     if finish is not None and finish.reason is FinishReason.ABORT and owner.withdrawn_for:
         return Failed(request_id, owner.withdrawn_for, finish.stages, finish.usage)

@@ -17,12 +17,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tokenpath.protocol.errors import EngineError, TokenpathError
-from tokenpath.protocol.events import EngineStages, Failed, Finish, GenerationEvent, TokenDelta
+from tokenpath.protocol.events import EngineStages, Failed, Finish, TokenDelta
+from tokenpath.protocol.link import ReplicaEvent
+from tokenpath.protocol.pooling import PoolingRequest
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
@@ -35,11 +37,16 @@ STATS_INTERVAL_S: Final = 0.5
 MAX_COMMANDS: Final = 4096
 """Commands that may wait for the next step; aborts come on top, at most one per live request."""
 
+Request = GenerationRequest | PoolingRequest
+
 log = logging.getLogger("tokenpath.engine")
 
 
 class Core(Protocol):
-    """What the worker needs of ``engine.core.EngineCore``. Used from one thread only."""
+    """What the worker needs of an engine, which generates or pools. Used from one thread only.
+
+    See ``engine.core.EngineCore`` and ``engine.pooling.core.PoolingCore``.
+    """
 
     @property
     def card(self) -> ModelCard: ...
@@ -50,7 +57,7 @@ class Core(Protocol):
         ...
 
     def submit(
-        self, request: GenerationRequest, *, arrived: float, grammar: CompiledGrammar | None
+        self, request: Request, *, arrived: float, grammar: CompiledGrammar | None
     ) -> None:
         """Queue a request that came in at ``arrived``, on the worker's clock.
 
@@ -66,7 +73,7 @@ class Core(Protocol):
         """Whether a step would do anything."""
         ...
 
-    def step(self) -> list[GenerationEvent]:
+    def step(self) -> Sequence[ReplicaEvent]:
         """Compute one step; whatever it raises is fatal for the process."""
         ...
 
@@ -82,7 +89,7 @@ Load = Callable[[Progress], Core]
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    request: GenerationRequest
+    request: Request
     arrived: float
     """When it came in, on the worker's clock."""
     grammar: CompiledGrammar | None = None
@@ -107,7 +114,7 @@ Command = Submit | Abort | QueryStats
 class StepResult:
     """What happened since the last one."""
 
-    events: list[GenerationEvent]
+    events: list[ReplicaEvent]
     stats: ReplicaStats | None
     """Present twice a second, when the engine has just gone idle, and when somebody asked."""
     answered: tuple[tuple[int, int], ...] = ()
@@ -197,7 +204,7 @@ class Worker:
 
     def submit(
         self,
-        request: GenerationRequest,
+        request: Request,
         *,
         arrived: float | None = None,
         grammar: CompiledGrammar | None = None,
@@ -249,7 +256,7 @@ class Worker:
             if core.has_work():
                 if events:  # Whoever waits for an ending does not wait for the step as well.
                     self._outlet.stepped(StepResult(events, None))
-                events = core.step()
+                events = [*core.step()]
             working = core.has_work()
             gone_idle = worked and not working
             now = self._clock()
@@ -264,8 +271,8 @@ class Worker:
 
     def _apply(
         self, core: Core, commands: list[Command]
-    ) -> tuple[list[GenerationEvent], tuple[tuple[int, int], ...]]:
-        events: list[GenerationEvent] = []
+    ) -> tuple[list[ReplicaEvent], tuple[tuple[int, int], ...]]:
+        events: list[ReplicaEvent] = []
         queries: list[tuple[int, int]] = []
         for command in commands:
             match command:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -30,7 +30,8 @@ from tokenpath.protocol.errors import (
     TokenpathError,
     UnavailableError,
 )
-from tokenpath.protocol.events import GenerationEvent
+from tokenpath.protocol.events import Failed, GenerationEvent
+from tokenpath.protocol.pooling import Pooled, PoolingRequest
 from tokenpath.protocol.replica import ModelCard, ReplicaState, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
@@ -147,9 +148,16 @@ class LocalReplica:
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
         """Stream the events of one request; see ``protocol.replica``."""
+        return self._ready_link().generate(request)
+
+    def pool(self, request: PoolingRequest) -> AsyncGenerator[Pooled | Failed]:
+        """Stream the vectors of one request; see ``protocol.replica``."""
+        return self._ready_link().pool(request)
+
+    def _ready_link(self) -> LinkedReplica:
         match self.state:
             case ReplicaState.READY if self._link is not None:
-                return self._link.generate(request)
+                return self._link
             case ReplicaState.DRAINING:
                 raise DrainingError("the replica is shutting down")
             case ReplicaState.FAILED | ReplicaState.STOPPED:

@@ -16,7 +16,8 @@ import itertools
 import logging
 import ssl
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
@@ -31,7 +32,7 @@ from tokenpath.protocol.errors import (
     TokenpathError,
     from_info,
 )
-from tokenpath.protocol.events import Failed, GenerationEvent
+from tokenpath.protocol.events import Failed, GenerationEvent, TokenDelta
 from tokenpath.protocol.framing import (
     HEADER_BYTES,
     READ_BYTES,
@@ -49,14 +50,17 @@ from tokenpath.protocol.link import (
     FromReplica,
     Hello,
     LoadFailed,
+    Pool,
     Progress,
     Ready,
+    ReplicaEvent,
     StatsQuery,
     StatsReply,
     StepOutput,
     Submit,
     ToReplica,
 )
+from tokenpath.protocol.pooling import Pooled, PoolingRequest
 from tokenpath.protocol.replica import ModelCard, ReplicaState, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
@@ -67,7 +71,7 @@ DRAIN_MARGIN_S: Final = 10.0
 """On top of the grace: the step that was running when it ended."""
 
 OnProgress = Callable[[str, float], None]
-_Queue = asyncio.Queue[GenerationEvent | TokenpathError]
+_Queue = asyncio.Queue[ReplicaEvent | TokenpathError]
 
 log = logging.getLogger("tokenpath.fleet")
 
@@ -182,14 +186,30 @@ class LinkedReplica:
         The request is sent when the first event is asked for. Closing the iterator sends the
         abort before it returns. An error of this one request is a ``Failed`` event, not raised.
         """
+        async with aclosing(self._exchange(Submit(request))) as events:
+            async for event in events:
+                if isinstance(event, TokenDelta | Failed):
+                    yield event
+
+    async def pool(self, request: PoolingRequest) -> AsyncGenerator[Pooled | Failed]:
+        """Stream the vectors of one request; see ``protocol.replica``."""
+        async with aclosing(self._exchange(Pool(request))) as events:
+            async for event in events:
+                if isinstance(event, TokenDelta):  # how whatever was withdrawn ends
+                    yield Pooled(event.request_id, finish=event.finish)
+                else:
+                    yield event
+
+    async def _exchange(self, order: Submit | Pool) -> AsyncGenerator[ReplicaEvent]:
+        """Send a request under an id of its own and yield its events until the last."""
         self._check_takes_requests()
-        request_id = request.request_id
+        request_id = order.request.request_id
         wire_id = f"{request_id}~{next(self._numbers)}"
         queue: _Queue = asyncio.Queue()
         self._streams[wire_id] = queue
         self._wire_ids[request_id].add(wire_id)
         try:
-            self._write(_submission(msgspec.structs.replace(request, request_id=wire_id)))
+            self._write(_submission(order, wire_id))
             await self._flush()
             ended = False
             while not ended:
@@ -324,7 +344,7 @@ class LinkedReplica:
             case Hello():
                 raise FramingError("a second hello")
 
-    def _deal(self, event: GenerationEvent) -> None:
+    def _deal(self, event: ReplicaEvent) -> None:
         queue = self._streams.get(event.request_id)
         if queue is None:  # its iterator was closed while the event was on its way
             return
@@ -351,22 +371,23 @@ class LinkedReplica:
 _submissions = to_replica_codec()
 
 
-def _submission(request: GenerationRequest) -> bytes:
-    """The frame that submits a request, known to be readable on the other side.
+def _submission(order: Submit | Pool, wire_id: str) -> bytes:
+    """The frame of a request under its id on the wire, known to be readable on the other side.
 
     There, a frame that cannot be decoded costs the connection, and every request on it. Types are
     not checked when a struct is made, so a slip of the gateway's must end here. Raises
     ``InvalidRequestError``.
     """
     try:
-        data = encode(Submit(request))
+        renamed = msgspec.structs.replace(order.request, request_id=wire_id)
+        data = encode(msgspec.structs.replace(order, request=renamed))
         _submissions.decode(memoryview(data)[HEADER_BYTES:])
     except (FramingError, OverflowError, TypeError, ValueError) as error:
         raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
     return data
 
 
-def _ends(event: GenerationEvent) -> bool:
+def _ends(event: ReplicaEvent) -> bool:
     return isinstance(event, Failed) or event.finish is not None
 
 

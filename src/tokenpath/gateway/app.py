@@ -23,7 +23,9 @@ from tokenpath.gateway.openai.chat import ChatDoor
 from tokenpath.gateway.openai.completions import CompletionDoor
 from tokenpath.gateway.openai.models import ModelEndpoints
 from tokenpath.gateway.openai.openapi import openapi_document
+from tokenpath.gateway.openai.pooling_doors import DOORS
 from tokenpath.gateway.pages import Pages
+from tokenpath.gateway.pool import PoolingEndpoint
 from tokenpath.gateway.probes import Probes
 from tokenpath.observe.metrics import Metrics
 from tokenpath.observe.replica_metrics import ReplicaMetrics
@@ -69,10 +71,12 @@ def create_app(
     models = ModelEndpoints(router, authenticator)
     pages = Pages(openapi_document(spec.gateway.limits, [model.name for model in router.models]))
     chat, completions = ChatDoor(), CompletionDoor()
+    pooling = [Route(d.endpoint, PoolingEndpoint(d, house), methods=["POST"]) for d in DOORS]
     routes = Routes(
         [
             Route(chat.endpoint, GenerationEndpoint(chat, house), methods=["POST"]),
             Route(completions.endpoint, GenerationEndpoint(completions, house), methods=["POST"]),
+            *pooling,
             Route("/v1/models", models.every),
             Route("/v1/models/{id:path}", models.one),
             Route("/health", probes.health),

@@ -26,6 +26,7 @@ from tokenpath.gateway.limits import choice_params
 from tokenpath.gateway.openai.stream import KEEPALIVE, error_event
 from tokenpath.gateway.plan import Door, Plan, Whole
 from tokenpath.gateway.respond import EventStream, send_json
+from tokenpath.gateway.tasks import GENERATING, check_task
 from tokenpath.observe.log import log_crash
 from tokenpath.observe.metrics import Metrics
 from tokenpath.policy.admission import QueueLimits
@@ -92,6 +93,7 @@ class GenerationEndpoint(Generic[Request]):
             with call.ledger.stage(Stage.POLICY):
                 model = house.router.model(door.model_name(request))
                 call.model = model.name
+                check_task(model, GENERATING, door.endpoint)
                 door.check(request, limits)
             with call.ledger.stage(Stage.TOKENIZE):
                 plan = await door.plan(request, model, limits)

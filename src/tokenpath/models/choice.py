@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenpath.models import memory
+from tokenpath.models.encoder_model import EncoderModel
 from tokenpath.models.library import Library
-from tokenpath.models.local import open_model
+from tokenpath.models.servable import Servable, open_servable
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.source import (
     CatalogueSource,
@@ -16,7 +17,7 @@ from tokenpath.models.source import (
     existing,
     parse_source,
 )
-from tokenpath.protocol.errors import ModelError, ModelUnsupportedError
+from tokenpath.protocol.errors import ModelError
 
 
 def first_that_fits(
@@ -32,11 +33,9 @@ def first_that_fits(
     Nothing is pulled: a catalogue model that is not here is judged by the catalogue. A single
     source is taken as it is, since refusing it on an estimate would help nobody. A ``pypi:`` or
     ``hf:`` model that is not here counts as fitting: nothing is known of it. Raises ``ModelError``
-    if none fits, ``ModelUnsupportedError`` for an embedding model.
+    if none fits.
     """
     parsed = [parse_source(text) for text in sources]
-    for source in parsed:
-        check_servable(source)
     if len(parsed) == 1:
         return parsed[0]
     too_big = []
@@ -56,19 +55,17 @@ def estimate_bytes(
 ) -> int | None:
     """Memory for serving ``source``; None if nothing is known of it before it is pulled."""
     if isinstance(source, PathSource):
-        return memory.needed_bytes(open_model(existing(source)), dtype, kv_cache_bytes)
+        return _needed(open_servable(existing(source)), dtype, kv_cache_bytes)
     pulled = Library(models_dir).find(source)
     if pulled is not None:
-        return memory.needed_bytes(open_model(pulled.path), dtype, kv_cache_bytes)
+        return _needed(open_servable(pulled.path), dtype, kv_cache_bytes)
     if isinstance(source, CatalogueSource):
-        return memory.needed_bytes_unseen(source.entry.parameters, dtype, kv_cache_bytes)
+        kv_bytes = 0 if source.entry.kind == "embedding" else kv_cache_bytes
+        return memory.needed_bytes_unseen(source.entry.parameters, dtype, kv_bytes)
     return None
 
 
-def check_servable(source: Source) -> None:
-    """Raise ``ModelUnsupportedError`` for a catalogue model of a kind that no engine serves yet."""
-    if isinstance(source, CatalogueSource) and source.entry.kind == "embedding":
-        raise ModelUnsupportedError(
-            f"{source.text} is an embedding model, and serving embeddings is not supported yet; "
-            "it can be pulled and shown"
-        )
+def _needed(model: Servable, dtype: memory.Dtype, kv_cache_bytes: int) -> int:
+    """An encoder keeps no keys and values."""
+    kv_bytes = 0 if isinstance(model, EncoderModel) else kv_cache_bytes
+    return memory.needed_bytes(model, dtype, kv_bytes)

@@ -27,6 +27,8 @@ CHAT_TEMPLATE = "chat_template.jinja"
 _READABLE = {"F64", "F32", "F16", "BF16"}
 _LANGUAGE_PREFIXES = ("language_model.model.", "model.language_model.")
 """Where multi-modal checkpoints keep the decoder; before and since transformers 4.52."""
+_BARE_PREFIXES = ("embed_tokens.", "layers.", "norm.")
+"""How a decoder saved without its head names what is ``model.…`` elsewhere."""
 _OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.", "vision_model.")
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Buffers that old checkpoints saved, though they follow from the configuration."""
@@ -48,7 +50,7 @@ def read_hf_folder(path: Path) -> tuple[ModelConfig, dict[str, TensorInfo]]:
     check_config(config, config_path)
     tensors: dict[str, TensorInfo] = {}
     stored_names: dict[str, str] = {}
-    for stored, info in _stored_tensors(path).items():
+    for stored, info in stored_tensors(path).items():
         name = _canonical(stored, config)
         if name is None:
             continue
@@ -59,8 +61,15 @@ def read_hf_folder(path: Path) -> tuple[ModelConfig, dict[str, TensorInfo]]:
             )
         tensors[name] = info
         stored_names[name] = stored
+    if HEAD not in tensors and is_headless(config):
+        config = dataclasses.replace(config, tie_embeddings=True)  # nobody will ask for logits
     check_tensors(config, tensors, path, stored_names=stored_names)
     return config, tensors
+
+
+def is_headless(config: ModelConfig) -> bool:
+    """Whether a decoder was saved as a ``…Model``: without a head, so that it only embeds."""
+    return config.architecture.endswith("Model")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -112,13 +121,16 @@ def _canonical(stored: str, config: ModelConfig) -> str | None:
     for prefix in _LANGUAGE_PREFIXES:
         if stored.startswith(prefix):
             stored = "model." + stored.removeprefix(prefix)
+    if stored.startswith(_BARE_PREFIXES):
+        stored = "model." + stored
     stored = stored.removeprefix("language_model.") if stored.endswith(HEAD) else stored
     if stored == HEAD and config.tie_embeddings:
         return None  # a copy of the embedding, which transformers overrides too
     return stored
 
 
-def _stored_tensors(path: Path) -> dict[str, TensorInfo]:
+def stored_tensors(path: Path) -> dict[str, TensorInfo]:
+    """All tensors of a folder's safetensors under their own names. Raises ``ModelFileError``."""
     index_path = path / INDEX
     if index_path.is_file():
         return _indexed(path, index_path)

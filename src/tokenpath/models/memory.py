@@ -6,13 +6,13 @@ the side of too much, and its one constant is stated here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import psutil
 
-from tokenpath.models.local import LocalModel
+from tokenpath.models.layout import TensorInfo
 
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
 ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
@@ -29,17 +29,24 @@ _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2**63."""
 
 
-def parameters(model: LocalModel) -> int:
+class Checkpoint(Protocol):
+    """Any model on this disk."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+
+def parameters(model: Checkpoint) -> int:
     """How many numbers the checkpoint holds; a tied head counts once."""
     return sum(tensor.elements for tensor in model.tensors.values())
 
 
-def weight_bytes(model: LocalModel, dtype: Dtype) -> int:
+def weight_bytes(model: Checkpoint, dtype: Dtype) -> int:
     """Memory for all weights in ``dtype``, whatever they are stored as."""
     return int(parameters(model) * WEIGHT_BYTES[dtype])
 
 
-def needed_bytes(model: LocalModel, dtype: Dtype, kv_cache_bytes: int) -> int:
+def needed_bytes(model: Checkpoint, dtype: Dtype, kv_cache_bytes: int) -> int:
     """Memory for serving the model with a KV pool of ``kv_cache_bytes``."""
     return weight_bytes(model, dtype) + kv_cache_bytes + OVERHEAD_BYTES
 

@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import get_args
 
 import msgspec
 
 from tokenpath.models import memory
 from tokenpath.models.architecture import KvDtype
+from tokenpath.models.encoder_model import EncoderModel
 from tokenpath.models.layout import EMBEDDING, HEAD, TensorInfo
 from tokenpath.models.local import LocalModel
-from tokenpath.models.safetensors_file import read_safetensors
-from tokenpath.protocol.errors import ModelFileError
+from tokenpath.models.servable import settle_task
+from tokenpath.protocol.replica import Task
 
 _KINDS = (
     ("q_proj", "attention q"),
@@ -70,18 +69,23 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """By the type of the KV cache."""
 
 
-class EmbeddingDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A Hugging Face folder with an encoder, which is not served yet."""
+class EncoderDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """An encoder, which embeds, scores or classifies."""
 
     name: str
     path: str
     architecture: str
+    task: Task
+    """What it is served for."""
     parameters: int
     stored_bytes: int
-    layers: int | None
-    heads: int | None
-    dimensions: int | None
-    max_context_tokens: int | None
+    layers: int
+    heads: int
+    dimensions: int
+    labels: list[str]
+    """Of its classification head; empty without one."""
+    vocab_size: int
+    max_context_tokens: int
     types: dict[str, int]
     weight_bytes: dict[str, int]
 
@@ -118,35 +122,24 @@ def describe(model: LocalModel) -> Description:
     )
 
 
-def describe_embedding(folder: Path, name: str) -> EmbeddingDescription:
-    """Gather what an encoder's ``config.json`` and safetensors say.
-
-    Raises ``ModelFileError`` if they are missing or unreadable.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelFileError(f"{folder / 'config.json'} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelFileError(f"{folder / 'config.json'} is not a JSON object")
-    tensors = [
-        t for f in sorted(folder.glob("*.safetensors")) for t in read_safetensors(f).values()
-    ]
-    # Integer tensors are buffers, such as BERT's list of positions.
-    weights = [t for t in tensors if not t.dtype.startswith(("I", "U", "BOOL"))]
-    count = sum(t.elements for t in weights)
-    return EmbeddingDescription(
-        name=name,
-        path=str(folder),
-        architecture=str((config.get("architectures") or [config.get("model_type", "?")])[0]),
-        parameters=count,
-        stored_bytes=sum(t.stored_bytes for t in tensors),
-        layers=config.get("num_hidden_layers"),
-        heads=config.get("num_attention_heads"),
-        dimensions=config.get("hidden_size"),
-        max_context_tokens=config.get("max_position_embeddings"),
-        types=_types(weights),
-        weight_bytes={dtype: count * size for dtype, size in memory.ELEMENT_BYTES.items()},
+def describe_encoder(model: EncoderModel) -> EncoderDescription:
+    """Gather the facts of one opened encoder."""
+    config = model.config
+    return EncoderDescription(
+        name=model.name,
+        path=str(model.path),
+        architecture=config.architecture,
+        task=settle_task(model, "auto"),
+        parameters=memory.parameters(model),
+        stored_bytes=sum(t.stored_bytes for t in model.tensors.values()),
+        layers=config.layers,
+        heads=config.heads,
+        dimensions=config.hidden_size,
+        labels=list(config.labels),
+        vocab_size=config.vocab_size,
+        max_context_tokens=model.max_tokens,
+        types=_types(model.tensors.values()),
+        weight_bytes={d: memory.weight_bytes(model, d) for d in memory.ELEMENT_BYTES},
     )
 
 

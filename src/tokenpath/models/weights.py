@@ -40,9 +40,17 @@ def read_tensor(model: LocalModel, name: str) -> torch.Tensor:
     """
     info = model.tensors[name]
     if model.format == "safetensors":
-        raw = torch.from_numpy(_stored_bytes(info))
-        return raw.view(_SAFETENSORS_DTYPES[info.dtype]).reshape(info.shape)
+        return read_stored(info)
     return torch.from_numpy(_as_hugging_face(model, name, _dequantized(info)))
+
+
+def read_stored(info: TensorInfo) -> torch.Tensor:
+    """A safetensors' tensor in the stored dtype, in memory of its own.
+
+    Raises ``ModelFileError`` if the file shrank since it was opened.
+    """
+    raw = torch.from_numpy(_stored_bytes(info))
+    return raw.view(_SAFETENSORS_DTYPES[info.dtype]).reshape(info.shape)
 
 
 def iter_tensors(model: LocalModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,14 +7,20 @@ is not of the protocol. One engine step sends one ``StepOutput`` with everything
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from tokenpath.protocol.errors import ErrorInfo
 from tokenpath.protocol.events import GenerationEvent
+from tokenpath.protocol.pooling import Pooled, PoolingRequest
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
 PROTOCOL_VERSION = 1
+ReplicaEvent = GenerationEvent | Pooled
+"""What may come back of a request."""
+
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A longer frame is a broken or hostile peer: the connection is closed."""
 
@@ -29,6 +35,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     request: GenerationRequest
+
+
+class Pool(msgspec.Struct, frozen=True, tag="pool"):
+    request: PoolingRequest
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -63,7 +73,7 @@ class LoadFailed(msgspec.Struct, frozen=True, tag="load-failed"):
 class StepOutput(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     """Everything one engine step produced, for the connection it belongs to."""
 
-    events: list[GenerationEvent]
+    events: Sequence[ReplicaEvent]
     stats: ReplicaStats | None = None
 
 
@@ -76,5 +86,5 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
     aborted: int
 
 
-ToReplica = Hello | Submit | Abort | StatsQuery | Drain
+ToReplica = Hello | Submit | Pool | Abort | StatsQuery | Drain
 FromReplica = Hello | Progress | Ready | LoadFailed | StepOutput | StatsReply | Drained

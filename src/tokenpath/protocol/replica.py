@@ -7,13 +7,17 @@ asyncio event loop only.
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Literal, Protocol
 
 import msgspec
 
-from tokenpath.protocol.events import GenerationEvent
+from tokenpath.protocol.events import Failed, GenerationEvent
+from tokenpath.protocol.pooling import Pooled, PoolingRequest
 from tokenpath.protocol.request import GenerationRequest
+
+Task = Literal["generate", "embed", "rerank", "classify"]
+"""What a model is served for. ``rerank`` scores pairs of texts by one logit."""
 
 
 class ReplicaState(enum.StrEnum):
@@ -71,6 +75,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_bytes_per_token: int
     kv_blocks_total: int
     block_tokens: int
+    task: Task = "generate"
+    dimensions: int | None = None
+    """Width of an embedding; None for a model that makes none."""
+    labels: list[str] = []
+    """What a classifier decides between, in the order of its vectors' entries."""
 
 
 class Replica(Protocol):
@@ -99,6 +108,10 @@ class Replica(Protocol):
         engine step. Raises ``NotReadyError``, ``DrainingError`` or ``ReplicaLostError`` when
         there is nobody to answer.
         """
+        ...
+
+    def pool(self, request: PoolingRequest) -> AsyncGenerator[Pooled | Failed]:
+        """Stream the vectors of one request; otherwise as ``generate``."""
         ...
 
     def abort(self, request_id: str) -> None:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from tokenpath.models.dialects.detect import PLAIN, Dialect
 from tokenpath.protocol.errors import DrainingError, NotReadyError, UnavailableError
-from tokenpath.protocol.replica import ModelCard, Replica, ReplicaState
+from tokenpath.protocol.pooling import PoolingInput
+from tokenpath.protocol.replica import ModelCard, Replica, ReplicaState, Task
 
 LOADING_RETRY_S = 5.0
 """Retry-After of a model that is loading: loading takes seconds to minutes."""
@@ -49,6 +50,21 @@ class MessageTemplate(Protocol):
         ...
 
 
+class InputReader(Protocol):
+    """How texts become inputs of a model that embeds, scores or classifies.
+
+    ``models.input_tokenizer.InputTokenizer`` is one. ``keep`` cuts an input to so many tokens.
+    """
+
+    def single(self, text: str, /, *, keep: int | None = ...) -> PoolingInput:
+        """A text by itself. Raises ``InvalidRequestError``."""
+        ...
+
+    def pair(self, first: str, second: str, /, *, keep: int | None = ...) -> PoolingInput:
+        """Two texts as one input. Raises ``InvalidRequestError``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedModel:
     """One model that clients can name."""
@@ -65,6 +81,9 @@ class ServedModel:
     """How the model writes tool calls and reasoning."""
     max_running: int = 64
     """Sequences that one replica runs at once (the spec's ``engine.max_running``)."""
+    task: Task = "generate"
+    inputs: InputReader | None = None
+    """None for a model that generates."""
 
     @property
     def card(self) -> ModelCard:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenpath.protocol.events import Finish, FinishReason, TokenLogprob, Usage
+from tokenpath.protocol.replica import Task
 
 IMPOSSIBLE = -9999.0
 
@@ -178,6 +179,10 @@ class ModelObject(msgspec.Struct, frozen=True):
     owned_by: str
     max_model_len: int | None
     """Most tokens of prompt and output together; null while loading. vLLM's name."""
+    task: Task
+    """What it is served for, which says which endpoints it answers."""
+    dimensions: int | None
+    """Width of its embeddings; null if it makes none, and while loading."""
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -43,8 +45,10 @@ class ModelEndpoints:
 
 
 def _described(model: ServedModel) -> ModelObject:
-    try:
-        context = model.card.max_context_tokens
-    except UnavailableError:
-        context = None
-    return ModelObject(model.name, "model", model.created, "tokenpath", context)
+    context: int | None = None
+    dimensions: int | None = None
+    with suppress(UnavailableError):  # loading
+        context, dimensions = model.card.max_context_tokens, model.card.dimensions
+    return ModelObject(
+        model.name, "model", model.created, "tokenpath", context, model.task, dimensions
+    )

@@ -17,6 +17,16 @@ from tokenpath.gateway.openai.answers import (
     ModelObject,
 )
 from tokenpath.gateway.openai.errors import ErrorBody
+from tokenpath.gateway.openai.pooling_schema import (
+    ClassificationList,
+    ClassifyRequest,
+    EmbeddingList,
+    EmbeddingRequest,
+    RerankAnswer,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from tokenpath.gateway.openai.schema import ChatCompletionRequest, CompletionRequest
 
 _REF = "#/components/schemas/{name}"
@@ -29,7 +39,22 @@ _TYPES = (
     ModelList,
     ModelObject,
     ErrorBody,
+    EmbeddingRequest,
+    EmbeddingList,
+    RerankRequest,
+    RerankAnswer,
+    ScoreRequest,
+    ScoreList,
+    ClassifyRequest,
+    ClassificationList,
 )
+_POOLING = (
+    ("embeddings", "Make a vector of each text.", EmbeddingRequest, EmbeddingList),
+    ("rerank", "Order documents by how they answer a query.", RerankRequest, RerankAnswer),
+    ("score", "Score pairs of texts.", ScoreRequest, ScoreList),
+    ("classify", "Give each text a label.", ClassifyRequest, ClassificationList),
+)
+"""The paths under ``/v1`` that make vectors, each with its request and its answer."""
 _FAILURES = {
     "400": "The request is wrong; `param` names the field.",
     "401": "An API key is required.",
@@ -72,6 +97,10 @@ def openapi_document(limits: Limits, models: Sequence[str]) -> dict[str, Any]:
                     "complete", "Continue a text.", "CompletionRequest", "Completion", "Completion"
                 )
             },
+            **{
+                f"/v1/{path}": {"post": _call(path, summary, request.__name__, answer.__name__)}
+                for path, summary, request, answer in _POOLING
+            },
             "/v1/models": {"get": _get("models", "List the served models.", _ref("ModelList"))},
             "/v1/models/{id}": {
                 "get": _get("model", "Describe one served model.", _ref("ModelObject"))
@@ -111,6 +140,8 @@ def _narrow(schemas: dict[str, Any], limits: Limits, models: Sequence[str]) -> N
         _bound(properties["stop"], "array", "maxItems", limits.stop_strings)
         if limits.output_tokens is not None:
             _bound(properties["max_tokens"], "integer", "maximum", limits.output_tokens)
+    for _, _, request, _ in _POOLING:
+        schemas[request.__name__]["properties"]["model"] = {"type": "string", "enum": list(models)}
     _bound(chat["top_logprobs"], "integer", "maximum", limits.logprobs)
     _bound(completion["logprobs"], "integer", "maximum", limits.logprobs)
 
@@ -157,6 +188,24 @@ def _generation(name: str, summary: str, request: str, answer: str, event: str) 
                     # OpenAPI 3.1 cannot say "a sequence of"; the event's own schema is beside it.
                     "text/event-stream": {"schema": {}, "x-event": _ref(event)},
                 },
+            },
+            **_failures(),
+        },
+        **_security(key=True),
+    }
+
+
+def _call(name: str, summary: str, request: str, answer: str) -> dict[str, Any]:
+    """An operation that answers at once."""
+    content = {"application/json": {"schema": _ref(request)}}
+    return {
+        "operationId": name,
+        "summary": summary,
+        "requestBody": {"required": True, "content": content},
+        "responses": {
+            "200": {
+                "description": "The answer.",
+                "content": {"application/json": {"schema": _ref(answer)}},
             },
             **_failures(),
         },
