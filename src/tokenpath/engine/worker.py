@@ -56,9 +56,7 @@ class Core(Protocol):
         """Compiles what ``submit`` is given; may be used from any thread."""
         ...
 
-    def submit(
-        self, request: Request, *, arrived: float, grammar: CompiledGrammar | None
-    ) -> None:
+    def submit(self, request: Request, *, arrived: float, grammar: CompiledGrammar | None) -> None:
         """Queue a request that came in at ``arrived``, on the worker's clock.
 
         ``grammar`` is what the request's own was compiled to.
