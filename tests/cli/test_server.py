@@ -15,6 +15,7 @@ from tokenpath.cli import server as server_module
 from tokenpath.cli.server import Door, Server
 from tokenpath.config.spec import Spec
 from tokenpath.gateway.auth import Authenticator
+from tokenpath.models.dialects.detect import PLAIN
 from tokenpath.policy.cpu_shares import Division, Share
 from tokenpath.protocol.errors import ModelFileError
 from tokenpath.protocol.events import Finish, FinishReason, TokenDelta, Usage
@@ -103,6 +104,9 @@ class Run:
             local=SimpleNamespace(path="/models/small.gguf"),
             tokenizer=Tokenizer(),
             template=None,
+            dialect=PLAIN,
+            task="generate",
+            inputs=None,
         )
         bound = listening.bind("127.0.0.1", 0)
         self.url = listening.url(bound)
