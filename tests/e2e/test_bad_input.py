@@ -38,7 +38,7 @@ CASES = [
     ("chat/completions", {"top_logprobs": 5}, 400, "top_logprobs", "logprobs"),
     ("chat/completions", {"logit_bias": {"99999999": 1}}, 400, "logit_bias", "99999999"),
     ("chat/completions", {"logit_bias": {"x": 1}}, 400, "logit_bias", "x"),
-    ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "not"),
+    ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "required"),
     ("chat/completions", {"response_format": {"type": "xml"}}, 400, "response_format", "xml"),
     (
         "chat/completions",

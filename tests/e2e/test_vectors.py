@@ -24,6 +24,11 @@ from tests.engine.encoders import (
 from tests.engine.reference import small_reference
 
 TEXTS = ["the cat sleeps", "a dog", "the tide is high and the moon is low in the sea"]
+FIRST = {
+    "embed": ("embeddings", {"input": "a"}),
+    "cross": ("score", {"text_1": "a", "text_2": "a"}),
+    "classes": ("classify", {"input": "a"}),
+}
 ERRORS = [
     ("embeddings", {"input": []}, "input", "at least one input"),
     ("embeddings", {"input": ""}, "input", "empty"),
@@ -83,6 +88,12 @@ def server(models, tmp_path_factory):
         "gateway": {"limits": {"inputs": 100}},
     }
     with serving(home, spec) as served:
+        # The server is ready when one of its models is.
+        deadline = time.monotonic() + 60
+        for model, (path, body) in FIRST.items():
+            while post(served, path, model=model, **body).status_code == 503:
+                assert time.monotonic() < deadline, served.output()
+                time.sleep(0.05)
         yield served
 
 
