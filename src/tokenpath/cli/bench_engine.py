@@ -82,7 +82,11 @@ def engine(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the random prompts.")] = 0,
     roofline: Annotated[
-        bool, typer.Option(help="Also measure what the machine itself can do (5 seconds a round).")
+        bool,
+        typer.Option(
+            help="Also measure what the machine itself can do: for some seconds after the first "
+            "round, and for a moment around each work."
+        ),
     ] = True,
     json: JSON = None,
 ) -> None:

@@ -17,7 +17,8 @@ from tokenpath.config.spec import Spec
 from tokenpath.gateway.auth import Authenticator
 from tokenpath.gateway.body import BODY_S
 from tokenpath.gateway.front import Front
-from tokenpath.gateway.generate import GenerationEndpoint, House
+from tokenpath.gateway.generate import GenerationEndpoint
+from tokenpath.gateway.house import House
 from tokenpath.gateway.lifeline import Draining
 from tokenpath.gateway.openai.chat import ChatDoor
 from tokenpath.gateway.openai.completions import CompletionDoor

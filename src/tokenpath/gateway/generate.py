@@ -11,50 +11,26 @@ import asyncio
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from tokenpath.config.spec import Gateway
-from tokenpath.gateway.auth import Authenticator
-from tokenpath.gateway.body import read_body
 from tokenpath.gateway.call import Call, call_of
 from tokenpath.gateway.execute import Execution
-from tokenpath.gateway.lifeline import LAST_WORDS_S, Draining, Lifeline
+from tokenpath.gateway.house import House
+from tokenpath.gateway.lifeline import LAST_WORDS_S, Lifeline
 from tokenpath.gateway.limits import choice_params
 from tokenpath.gateway.openai.stream import KEEPALIVE, error_event
 from tokenpath.gateway.plan import Door, Plan, Whole
 from tokenpath.gateway.respond import EventStream, send_json
-from tokenpath.gateway.tasks import GENERATING, check_task
+from tokenpath.gateway.tasks import GENERATING
 from tokenpath.observe.log import log_crash
-from tokenpath.observe.metrics import Metrics
-from tokenpath.policy.admission import QueueLimits
 from tokenpath.protocol.errors import CancelledError, EngineError, TokenpathError
 from tokenpath.protocol.events import Usage
 from tokenpath.protocol.request import GenerationRequest, TokenPrompt
 from tokenpath.protocol.stages import Stage
-from tokenpath.router.router import Router
 
 Request = TypeVar("Request")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class House:
-    """What every generation call needs; one a server."""
-
-    settings: Gateway
-    router: Router
-    authenticator: Authenticator
-    metrics: Metrics
-    draining: Draining
-    body_s: float
-    """How long a body may take to arrive."""
-
-    @property
-    def queue_limits(self) -> QueueLimits:
-        limits = self.settings.limits
-        return QueueLimits(requests=limits.queued_requests, tokens=limits.queued_tokens)
 
 
 class GenerationEndpoint(Generic[Request]):
@@ -81,19 +57,10 @@ class GenerationEndpoint(Generic[Request]):
         self, call: Call, lifeline: Lifeline, receive: Receive, stream: EventStream, send: Send
     ) -> None:
         house, door, limits = self._house, self._door, self._house.settings.limits
-        with call.ledger.stage(Stage.AUTHENTICATE):
-            identity = house.authenticator.authenticate(call.headers)
-        call.key_id = None if identity.key_id is None else str(identity.key_id)
-        with call.ledger.stage(Stage.RECEIVE):
-            body = await read_body(
-                receive, call.headers, limit_bytes=limits.body_bytes, seconds=house.body_s
-            )
-            request = door.decode(body)
+        request = await house.receive(call, receive, door.decode)
         async with lifeline.watch(receive, lambda: call.answered):
             with call.ledger.stage(Stage.POLICY):
-                model = house.router.model(door.model_name(request))
-                call.model = model.name
-                check_task(model, GENERATING, door.endpoint)
+                model = house.model(call, door.model_name(request), GENERATING)
                 door.check(request, limits)
             with call.ledger.stage(Stage.TOKENIZE):
                 plan = await door.plan(request, model, limits)

@@ -18,12 +18,10 @@ import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
 from tokenpath.config.spec import Limits
-from tokenpath.gateway.body import read_body
 from tokenpath.gateway.call import Call, call_of
-from tokenpath.gateway.generate import House
+from tokenpath.gateway.house import House
 from tokenpath.gateway.lifeline import Lifeline
 from tokenpath.gateway.respond import send_json
-from tokenpath.gateway.tasks import check_task
 from tokenpath.protocol.errors import ReplicaLostError, UnavailableError, from_info
 from tokenpath.protocol.events import Failed, Finish, FinishReason, Usage
 from tokenpath.protocol.pooling import PoolingInput, PoolingRequest
@@ -102,19 +100,10 @@ class PoolingEndpoint(Generic[Request]):
 
     async def _serve(self, call: Call, lifeline: Lifeline, receive: Receive, send: Send) -> None:
         house, door, limits = self._house, self._door, self._house.settings.limits
-        with call.ledger.stage(Stage.AUTHENTICATE):
-            identity = house.authenticator.authenticate(call.headers)
-        call.key_id = None if identity.key_id is None else str(identity.key_id)
-        with call.ledger.stage(Stage.RECEIVE):
-            body = await read_body(
-                receive, call.headers, limit_bytes=limits.body_bytes, seconds=house.body_s
-            )
-            request = door.decode(body)
+        request = await house.receive(call, receive, door.decode)
         async with lifeline.watch(receive, lambda: call.answered):
             with call.ledger.stage(Stage.POLICY):
-                model = house.router.model(door.model_name(request))
-                call.model = model.name
-                check_task(model, door.tasks, door.endpoint)
+                model = house.model(call, door.model_name(request), door.tasks)
                 door.check(request, limits)
             with call.ledger.stage(Stage.TOKENIZE):
                 plan = PoolingPlan(model, await door.inputs(request, model, limits))
