@@ -19,6 +19,7 @@ _NAMES: Final = {
     GrammarKind.REGEX: "the regular expression",
     GrammarKind.CHOICE: "the choice",
     GrammarKind.EBNF: "the grammar",
+    GrammarKind.CALLS: "the form of the tool calls",
 }
 _MOST_CHARACTERS: Final = 300
 _NOISE: Final = re.compile(r"\d+ \|.*|[\^~\s-]+")

@@ -1,0 +1,148 @@
+"""Tool calls as a grammar: thoughts if there are any, then calls, or text and then calls.
+
+Text is free until a mark of calls begins; from there on only a call can follow, and after the calls
+nothing. A text that could be taken for a call without a mark, because it begins with a brace or a
+bracket, is not free. Control tokens are no text: where a mark is one, the token itself is named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from tokenpath.engine.grammar.notation import json_of, literal
+from tokenpath.engine.grammar.schema import read_schema
+from tokenpath.protocol.calls import CallConstraint, CallFrame, CallRule, ThoughtFrame
+from tokenpath.protocol.errors import InvalidRequestError
+
+_ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
+_TERMINALS: Final = r"""
+ANY: /(?s:.*)/
+SPACE: /[\s\x1c-\x1f]{0,64}/
+GAP: /[ \n]{1,4}/
+BARE: /[\s\x1c-\x1f]*[{\[](?s:.*)/
+"""
+"""White space is Python's, since the reader of the answer is."""
+
+
+def calls_lark(constraint: CallConstraint) -> str:
+    """The rules of a constraint.
+
+    Raises ``InvalidRequestError``, whose ``param`` is the field of a strict tool with a schema that
+    cannot be enforced.
+    """
+    return "\n".join(_lines(constraint)) + _TERMINALS
+
+
+def _lines(constraint: CallConstraint) -> Iterator[str]:
+    thoughts, controls = constraint.thoughts, constraint.controls
+    before = ""
+    if thoughts is not None:
+        before = "thought" if thoughts.begun else "thought?"
+        yield from _thought(thoughts, controls)
+    if constraint.required:
+        (frame,) = constraint.frames
+        gap = f"({before} GAP?)" if thoughts and thoughts.begun else "(thought GAP?)?"
+        yield f"start: {gap if thoughts else ''} calls_0"
+        yield f"calls_0: {_symbols(frame.open, controls)} rest_0"
+        yield from _rest(0, frame, constraint)
+        return
+    ways = ["text"]
+    for place, frame in enumerate(constraint.frames):
+        ways.append(f"calls_{place}")
+        yield from _begun(place, frame, controls)
+        yield from _rest(place, frame, constraint)
+    yield f"start: {before} ({' | '.join(ways)})"
+    yield "text: FREE"
+    never = []
+    for place, frame in enumerate(constraint.frames):
+        if not frame.trigger:
+            never.append("BARE")
+        elif any(isinstance(piece, int) for piece in _pieces(frame.trigger, controls)):
+            # Spelled in other tokens it would still be read as the mark.
+            never.append(f"MARKED_{place}")
+            yield f"MARKED_{place}: ANY {literal(frame.trigger)} ANY"
+    if thoughts is not None and not thoughts.begun:
+        never.append("THINKS")
+        yield f"THINKS: SPACE {literal(thoughts.open)} ANY"
+    yield "FREE: " + " & ~".join(["ANY", *never])
+
+
+def _thought(thoughts: ThoughtFrame, controls: Mapping[str, int]) -> Iterator[str]:
+    """The rule ``thought``: everything to the closing mark."""
+    begin = ""
+    if not thoughts.begun and thoughts.open not in controls:
+        begin = f"SPACE {literal(thoughts.open)}"
+    if thoughts.close in controls:
+        inside = f"thinking {_symbols(thoughts.close, controls)}"
+        yield f"thinking: {begin} INSIDE"
+        yield "INSIDE: ANY & ~OVER"
+        yield f"OVER: ANY {literal(thoughts.close)} ANY"
+    else:
+        inside = "thinking"
+        yield f"thinking[lazy]: {begin} ANY {literal(thoughts.close)}"
+    control = "" if thoughts.begun or begin else _symbols(thoughts.open, controls)
+    yield f"thought: {control} {inside}"
+
+
+def _begun(place: int, frame: CallFrame, controls: Mapping[str, int]) -> Iterator[str]:
+    """The rule of a frame that free text may come before."""
+    if not frame.trigger:
+        yield f"calls_{place}: GAP? {_symbols(frame.open, controls)} rest_{place}"
+        return
+    rest = _pieces(frame.open.removeprefix(frame.trigger), controls)
+    first, *marks = _pieces(frame.trigger, controls)
+    if isinstance(first, str) and not marks:
+        yield f"text_{place}[lazy]: FREE {literal(first)}"
+    elif isinstance(first, str):
+        # No text can hold the token, so that the text before it needs no end of its own.
+        yield f"text_{place}: FREE {literal(first)}"
+    else:
+        yield f"text_{place}: FREE"
+        marks = [first, *marks]
+    yield f"calls_{place}: text_{place} {_written([*marks, *rest])} rest_{place}"
+
+
+def _rest(place: int, frame: CallFrame, constraint: CallConstraint) -> Iterator[str]:
+    """The rules of a frame after its opening."""
+    controls = constraint.controls
+    more = f"({_symbols(frame.join, controls)} call_{place})*" if constraint.several else ""
+    yield f"rest_{place}: call_{place} {more} {_symbols(frame.close, controls)}"
+    options = [
+        f"{_symbols(rule.begin, controls)} {json_of(_schema(rule))} {_symbols(rule.end, controls)}"
+        for rule in frame.rules
+    ]
+    yield f"call_{place}: " + "\n    | ".join(options)
+
+
+def _schema(rule: CallRule) -> dict[str, Any] | bool:
+    try:
+        return read_schema(msgspec.json.encode(rule.schema).decode())
+    except InvalidRequestError as error:
+        if not rule.strict:
+            return _ANY_OBJECT
+        raise type(error)(
+            f"Field '{rule.field}' cannot be enforced: {error.message}", param=rule.field
+        ) from None
+
+
+def _symbols(text: str, controls: Mapping[str, int]) -> str:
+    return _written(_pieces(text, controls))
+
+
+def _written(pieces: list[str | int]) -> str:
+    return " ".join(
+        literal(piece) if isinstance(piece, str) else f"<[{piece}]>" for piece in pieces
+    )
+
+
+def _pieces(text: str, controls: Mapping[str, int]) -> list[str | int]:
+    """A text as texts and control tokens, in order."""
+    if not controls:
+        return [text] if text else []
+    longest_first = sorted(controls, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+    return [controls.get(part, part) for part in parts if part]
