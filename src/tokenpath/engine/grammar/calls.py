@@ -8,12 +8,12 @@ bracket, is not free. Control tokens are no text: where a mark is one, the token
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
 
-from tokenpath.engine.grammar.notation import json_of, literal
+from tokenpath.engine.grammar.notation import OPTIONS, json_of, literal
 from tokenpath.engine.grammar.schema import read_schema
 from tokenpath.protocol.calls import CallConstraint, CallFrame, CallRule, ThoughtFrame
 from tokenpath.protocol.errors import InvalidRequestError
@@ -28,16 +28,25 @@ BARE: /[\s\x1c-\x1f]*[{\[](?s:.*)/
 """White space is Python's, since the reader of the answer is."""
 
 
-def calls_lark(constraint: CallConstraint) -> str:
-    """The rules of a constraint.
+Refusal = Callable[[str], str | None]
+"""Why the rules of one schema cannot be compiled, as a sentence; None if they can."""
+
+
+def accepted(rules: str) -> str | None:
+    """The refusal that trusts every schema."""
+    del rules
+
+
+def calls_lark(constraint: CallConstraint, refusal: Refusal = accepted) -> str:
+    """The rules of a constraint; ``refusal`` is asked about each schema by itself.
 
     Raises ``InvalidRequestError``, whose ``param`` is the field of a strict tool with a schema that
     cannot be enforced.
     """
-    return "\n".join(_lines(constraint)) + _TERMINALS
+    return "\n".join(_lines(constraint, refusal)) + _TERMINALS
 
 
-def _lines(constraint: CallConstraint) -> Iterator[str]:
+def _lines(constraint: CallConstraint, refusal: Refusal) -> Iterator[str]:
     thoughts, controls = constraint.thoughts, constraint.controls
     before = ""
     if thoughts is not None:
@@ -48,13 +57,13 @@ def _lines(constraint: CallConstraint) -> Iterator[str]:
         gap = f"({before} GAP?)" if thoughts and thoughts.begun else "(thought GAP?)?"
         yield f"start: {gap if thoughts else ''} calls_0"
         yield f"calls_0: {_symbols(frame.open, controls)} rest_0"
-        yield from _rest(0, frame, constraint)
+        yield from _rest(0, frame, constraint, refusal)
         return
     ways = ["text"]
     for place, frame in enumerate(constraint.frames):
         ways.append(f"calls_{place}")
         yield from _begun(place, frame, controls)
-        yield from _rest(place, frame, constraint)
+        yield from _rest(place, frame, constraint, refusal)
     yield f"start: {before} ({' | '.join(ways)})"
     yield "text: FREE"
     never = []
@@ -106,27 +115,33 @@ def _begun(place: int, frame: CallFrame, controls: Mapping[str, int]) -> Iterato
     yield f"calls_{place}: text_{place} {_written([*marks, *rest])} rest_{place}"
 
 
-def _rest(place: int, frame: CallFrame, constraint: CallConstraint) -> Iterator[str]:
+def _rest(
+    place: int, frame: CallFrame, constraint: CallConstraint, refusal: Refusal
+) -> Iterator[str]:
     """The rules of a frame after its opening."""
     controls = constraint.controls
     more = f"({_symbols(frame.join, controls)} call_{place})*" if constraint.several else ""
     yield f"rest_{place}: call_{place} {more} {_symbols(frame.close, controls)}"
-    options = [
-        f"{_symbols(rule.begin, controls)} {json_of(_schema(rule))} {_symbols(rule.end, controls)}"
-        for rule in frame.rules
-    ]
+    options = []
+    for rule in frame.rules:
+        begin, end = _symbols(rule.begin, controls), _symbols(rule.end, controls)
+        options.append(f"{begin} {json_of(_schema(rule, refusal))} {end}")
     yield f"call_{place}: " + "\n    | ".join(options)
 
 
-def _schema(rule: CallRule) -> dict[str, Any] | bool:
+def _schema(rule: CallRule, refusal: Refusal) -> dict[str, Any] | bool:
     try:
-        return read_schema(msgspec.json.encode(rule.schema).decode())
+        schema = read_schema(msgspec.json.encode(rule.schema).decode())
+        why = refusal(f"start: {json_of(schema)}\n{OPTIONS}")
+        if why is not None:
+            raise InvalidRequestError(why)  # noqa: TRY301 - as what ``read_schema`` raises
     except InvalidRequestError as error:
         if not rule.strict:
             return _ANY_OBJECT
         raise type(error)(
             f"Field '{rule.field}' cannot be enforced: {error.message}", param=rule.field
         ) from None
+    return schema
 
 
 def _symbols(text: str, controls: Mapping[str, int]) -> str:

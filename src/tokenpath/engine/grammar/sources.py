@@ -9,7 +9,7 @@ import msgspec
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from tokenpath.engine.grammar.calls import calls_lark
+from tokenpath.engine.grammar.calls import Refusal, accepted, calls_lark
 from tokenpath.engine.grammar.notation import OPTIONS, json_of, literal
 from tokenpath.engine.grammar.schema import read_schema
 from tokenpath.protocol.calls import CallConstraint
@@ -22,8 +22,11 @@ _OWN_OPTIONS: Final = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
 _EMPTY_HEAD: Final = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
 
 
-def lark(grammar: Grammar) -> str:
-    """The grammar to compile. Raises ``InvalidRequestError`` that says what is wrong."""
+def lark(grammar: Grammar, refusal: Refusal = accepted) -> str:
+    """The grammar to compile. Raises ``InvalidRequestError`` that says what is wrong.
+
+    Of several schemas in one grammar ``refusal`` is asked about each.
+    """
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return _json(grammar.source) + OPTIONS
@@ -34,7 +37,8 @@ def lark(grammar: Grammar) -> str:
         case GrammarKind.EBNF:
             return _rules(grammar.source) + OPTIONS
         case GrammarKind.CALLS:
-            return calls_lark(msgspec.json.decode(grammar.source, type=CallConstraint)) + OPTIONS
+            constraint = msgspec.json.decode(grammar.source, type=CallConstraint)
+            return calls_lark(constraint, refusal) + OPTIONS
 
 
 def _json(text: str) -> str:
