@@ -116,7 +116,7 @@ def test_what_free_text_cannot_be(name):
     wrong = '{"name": "weather", "%s": {"city": 3, "near": null}}'
     tagged = '<function=weather>{"city": 3}</function>'
     for key in ("arguments", "parameters"):
-        for lead in ("", " \n", "\x1c", "\xa0", "Text ", "<think>x</think>\n", "; "):
+        for lead in ("", " \n", "\n" * 99, "\x1c", "\xa0", "Text ", "<think>x</think>\n", "; "):
             inner = wrong % key
             for text in (inner, f"[{inner}]", f"<tool_call>{inner}</tool_call>",
                          f"<tool_call>\n{inner}\n</tool_call>", f"[TOOL_CALLS][{inner}]",

@@ -21,11 +21,11 @@ from tokenpath.protocol.errors import InvalidRequestError
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
 _TERMINALS: Final = r"""
 ANY: /(?s:.*)/
-SPACE: /[\s\x1c-\x1f]{0,64}/
+BLANK: /[\s\x1c-\x1f]*/
 GAP: /[ \n]{1,4}/
-BARE: /[\s\x1c-\x1f]*[{\[](?s:.*)/
+BARE: BLANK /[{\[]/ ANY
 """
-"""White space is Python's, since the reader of the answer is."""
+"""``BLANK`` is white space as Python has it, since the reader of the answer is Python."""
 
 
 Refusal = Callable[[str], str | None]
@@ -47,25 +47,35 @@ def calls_lark(constraint: CallConstraint, refusal: Refusal = accepted) -> str:
 
 
 def _lines(constraint: CallConstraint, refusal: Refusal) -> Iterator[str]:
-    thoughts, controls = constraint.thoughts, constraint.controls
-    before = ""
-    if thoughts is not None:
-        before = "thought" if thoughts.begun else "thought?"
-        yield from _thought(thoughts, controls)
-    if constraint.required:
-        (frame,) = constraint.frames
-        gap = f"({before} GAP?)" if thoughts and thoughts.begun else "(thought GAP?)?"
-        yield f"start: {gap if thoughts else ''} calls_0"
-        yield f"calls_0: {_symbols(frame.open, controls)} rest_0"
-        yield from _rest(0, frame, constraint, refusal)
-        return
-    ways = ["text"]
+    yield from _start(constraint)
+    if constraint.thoughts is not None:
+        yield from _thought(constraint.thoughts, constraint.controls)
     for place, frame in enumerate(constraint.frames):
-        ways.append(f"calls_{place}")
-        yield from _begun(place, frame, controls)
+        if constraint.required:
+            yield f"calls_{place}: {_symbols(frame.open, constraint.controls)} rest_{place}"
+        else:
+            yield from _begun(place, frame, constraint.controls)
         yield from _rest(place, frame, constraint, refusal)
+    if not constraint.required:
+        yield from _free(constraint)
+
+
+def _start(constraint: CallConstraint) -> Iterator[str]:
+    ways = [f"calls_{place}" for place in range(len(constraint.frames))]
+    gap = ""
+    if constraint.required:
+        gap = " GAP?"
+    else:
+        ways.append("FREE")
+    before = ""
+    if constraint.thoughts is not None:
+        before = f"(thought{gap})" if constraint.thoughts.begun else f"(thought{gap})?"
     yield f"start: {before} ({' | '.join(ways)})"
-    yield "text: FREE"
+
+
+def _free(constraint: CallConstraint) -> Iterator[str]:
+    """The terminal of free text: what no reader could take for a call or a thought."""
+    controls = constraint.controls
     never = []
     for place, frame in enumerate(constraint.frames):
         if not frame.trigger:
@@ -74,9 +84,9 @@ def _lines(constraint: CallConstraint, refusal: Refusal) -> Iterator[str]:
             # Spelled in other tokens it would still be read as the mark.
             never.append(f"MARKED_{place}")
             yield f"MARKED_{place}: ANY {literal(frame.trigger)} ANY"
-    if thoughts is not None and not thoughts.begun:
+    if constraint.thoughts is not None and not constraint.thoughts.begun:
         never.append("THINKS")
-        yield f"THINKS: SPACE {literal(thoughts.open)} ANY"
+        yield f"THINKS: BLANK {literal(constraint.thoughts.open)} ANY"
     yield "FREE: " + " & ~".join(["ANY", *never])
 
 
@@ -84,7 +94,7 @@ def _thought(thoughts: ThoughtFrame, controls: Mapping[str, int]) -> Iterator[st
     """The rule ``thought``: everything to the closing mark."""
     begin = ""
     if not thoughts.begun and thoughts.open not in controls:
-        begin = f"SPACE {literal(thoughts.open)}"
+        begin = f"GAP? {literal(thoughts.open)}"
     if thoughts.close in controls:
         inside = f"thinking {_symbols(thoughts.close, controls)}"
         yield f"thinking: {begin} INSIDE"
@@ -107,7 +117,7 @@ def _begun(place: int, frame: CallFrame, controls: Mapping[str, int]) -> Iterato
     if isinstance(first, str) and not marks:
         yield f"text_{place}[lazy]: FREE {literal(first)}"
     elif isinstance(first, str):
-        # No text can hold the token, so that the text before it needs no end of its own.
+        # No text can hold the token that follows, so the text needs no end of its own.
         yield f"text_{place}: FREE {literal(first)}"
     else:
         yield f"text_{place}: FREE"
