@@ -191,6 +191,18 @@ def test_marks_that_are_control_tokens_are_named_as_tokens():
     assert not accepts(free, "Text [TOOL_CALLS]")
 
 
+def test_marks_on_lines_of_their_own_that_are_control_tokens():
+    controls = {"<tool_call>": CONTROL, "</tool_call>": CONTROL}
+    call = (CONTROL, f"\n{BERN}\n", CONTROL)
+    for required in (True, False):
+        constraint = constraint_of(HERMES, controls=controls, required=required)
+        assert accepts(constraint, *call)
+        assert accepts(constraint, *call, "\n", *call)
+        assert not accepts(constraint, *call[:-1])
+        assert accepts(constraint, "Text ", *call) is not required
+        assert not accepts(constraint, "Text <tool_call>")
+
+
 def test_thoughts_between_control_tokens():
     made = call_constraint(MISTRAL, TOOLS, controls={"[THINK]": CONTROL, "[/THINK]": CONTROL},
                            required=True)  # fmt: skip
