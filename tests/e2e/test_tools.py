@@ -77,6 +77,28 @@ def test_the_stream_says_the_same(client):
     assert not any(c.choices[0].delta.content for c in chunks)
 
 
+def test_a_call_that_must_be_made_is_made(client):
+    """The question has nothing to do with the tool, so that a free model would not call it."""
+    hello = [{"role": "user", "content": "Say hello."}]
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice, end in (("required", "tool_calls"), (named, "stop")):
+        options = {"messages": hello, "tool_choice": choice, "parallel_tool_calls": False}
+        whole = ask(client, **options).choices[0]
+        assert whole.finish_reason == end, whole
+        (call,) = whole.message.tool_calls
+        assert isinstance(json.loads(call.function.arguments)["city"], str)
+        assert whole.message.content is None
+
+
+def test_strict_leaves_the_model_free_to_answer_or_to_call(client):
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    (call,) = ask(client, tools=strict).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] == "Paris"
+    hello = [{"role": "user", "content": "What is 2 + 2? Answer with the number alone."}]
+    message = ask(client, tools=strict, messages=hello).choices[0].message
+    assert message.content or message.tool_calls
+
+
 def test_without_the_tools_there_is_no_call(client):
     message = ask(client, tool_choice="none", max_tokens=12).choices[0].message
     assert message.tool_calls is None

@@ -12,6 +12,7 @@ import pytest
 from link_helpers import collect, request, tokens, until
 from scripted_engine import ScriptedCore
 
+from tokenpath.protocol.calls import CallConstraint, CallFrame, CallRule
 from tokenpath.protocol.errors import InvalidRequestError
 from tokenpath.protocol.events import Failed, FinishReason
 from tokenpath.protocol.grammar import Grammar
@@ -73,6 +74,20 @@ async def test_a_bad_grammar_fails_its_own_request_only(engine):
     assert failed.stages.queue_s > 0
     assert tokens(good) == tokens(plain)
     await started.idle()
+
+
+async def test_a_strict_schema_is_refused_by_the_field_of_its_tool(engine):
+    link = await engine(GrammarCore()).ready()
+    rule = CallRule("f", {"not": {}}, strict=True, field="tools[3].function.parameters")
+    grammar = Grammar.calls(
+        CallConstraint(frames=(CallFrame((rule,)),), required=True, several=False)
+    )
+    plain = request("r")
+    sampling = msgspec.structs.replace(plain.sampling, grammar=grammar)
+    (failed,) = await collect(link, msgspec.structs.replace(plain, sampling=sampling))
+    assert isinstance(failed, Failed)
+    assert failed.error.param == rule.field
+    assert failed.error.message.startswith(f"Field '{rule.field}' cannot be enforced: ")
 
 
 async def test_others_run_while_a_grammar_is_compiled(engine):

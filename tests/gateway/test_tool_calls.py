@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import openai
 import pytest
 from gateway_harness import Script, serving
@@ -12,6 +13,7 @@ from test_wrong_requests import CHAT, check, post
 from tokenpath.models.dialects.detect import Dialect
 from tokenpath.models.dialects.families import HERMES, MISTRAL, THINK
 from tokenpath.models.template import ChatTemplate
+from tokenpath.protocol.calls import CallConstraint, ThoughtFrame
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}"
@@ -344,19 +346,77 @@ def test_wrong_tools(server, fields, param, says):
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    "fields",
     [
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}},
-            "tool_choice",
-        ),
-        ({"tools": [tool(strict=True)]}, "tools[0].function.strict"),
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a+"}},
+        {"guided_choice": ["yes", "no"]},
     ],
 )
-def test_what_needs_a_grammar_is_refused(server, fields, param):
-    answer = post(server, CHAT, {"model": "toy", "messages": USER, **fields})
-    check(answer, 400, "unsupported_parameter", param, "held to a grammar")
+def test_a_form_of_the_output_and_tools_exclude_each_other(server, fields):
+    body = {"model": "toy", "messages": USER, "tools": TOOLS, **fields}
+    (param,) = fields
+    param = "structured_outputs.regex" if param == "structured_outputs" else param
+    check(post(server, CHAT, body), 400, "invalid_request", param, "no tool could be called")
+    for free in ({"tool_choice": "none"}, {"tools": []}):
+        assert post(server, CHAT, body | free).status_code == 200
+
+
+def test_what_excludes_a_grammar_excludes_held_calls(server):
+    body = {"model": "toy", "messages": USER, "tools": TOOLS, "ignore_eos": True}
+    assert post(server, CHAT, body).status_code == 200
+    answer = post(server, CHAT, body | {"tool_choice": "required"})
+    check(answer, 400, "invalid_request", "ignore_eos", "cannot be combined with 'tool_choice'")
+
+
+def held(server, **fields):
+    """The constraint that reached the engine."""
+    assert post(server, CHAT, {"model": "toy", "messages": USER, **fields}).status_code == 200
+    grammar = server.replica.requests[-1].sampling.grammar
+    return grammar and msgspec.json.decode(grammar.source, type=CallConstraint)
+
+
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+NAMED = {"type": "function", "function": {"name": "time"}}
+
+
+def test_what_is_promised_reaches_the_engine(server):
+    assert held(server, tools=TOOLS) is None
+    assert held(server, tools=[STRICT], tool_choice="none") is None
+    required = held(server, tools=TOOLS, tool_choice="required")
+    assert (required.required, required.several) == (True, True)
+    assert required.thoughts == ThoughtFrame("<think>", "</think>")
+    assert [rule.strict for rule in required.frames[0].rules] == [False, False]
+    once = held(server, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert not once.several
+    named = held(server, tools=TOOLS, tool_choice=NAMED)
+    assert len(named.frames[0].rules) == 1
+    strict = held(server, tools=[TIME, STRICT])
+    assert not strict.required
+    assert [rule.strict for rule in strict.frames[0].rules] == [False, True]
+    assert strict.frames[0].rules[1].field == "tools[1].function.parameters"
+    begun = held(
+        server,
+        tools=TOOLS,
+        tool_choice="required",
+        chat_template_kwargs={"enable_thinking": True},
+    )
+    assert begun.thoughts.begun
+
+
+def test_a_named_call_ends_with_stop_as_openais_does(server):
+    say(server, '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>')
+    for choice, end in (("required", "tool_calls"), (NAMED, "stop")):
+        answer = ask(server, tool_choice=choice).choices[0]
+        assert (answer.finish_reason, len(answer.message.tool_calls)) == (end, 1)
+        assert streamed(server, tool_choice=choice)[0][3] == [end]
+
+
+def test_only_what_is_held_is_read_as_calls(server):
+    text = '```json\n{"name": "weather", "arguments": {}}\n```'
+    say(server, text)
+    assert ask(server).choices[0].finish_reason == "tool_calls"
+    assert ask(server, tools=[STRICT]).choices[0].message.content == text
 
 
 @pytest.mark.parametrize(

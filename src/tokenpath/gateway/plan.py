@@ -37,6 +37,8 @@ class Plan:
     """Per prompt, the text to put before the output."""
     reader: Callable[[], AnswerReader] | None = None
     """Makes what finds tool calls and reasoning in one sequence's text; None: it is all text."""
+    call_named: bool = False
+    """Whether the request named the tool to call, which changes the finish reason."""
 
     @property
     def sequences(self) -> int:

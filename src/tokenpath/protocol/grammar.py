@@ -1,4 +1,4 @@
-"""What an output must look like: a JSON schema, a regular expression, a choice or a grammar.
+"""What an output must look like: a JSON schema, a regular expression, a choice, rules, tool calls.
 
 It travels with a sequence's sampling parameters as text. Only the engine compiles it, because only
 there are the model's tokens; whoever refuses it says in which field of the request it stood.
@@ -12,6 +12,8 @@ from typing import Any, Self
 
 import msgspec
 
+from tokenpath.protocol.calls import CallConstraint
+
 
 class GrammarKind(enum.StrEnum):
     """How a grammar's source is to be read."""
@@ -24,6 +26,8 @@ class GrammarKind(enum.StrEnum):
     """A JSON list of the possible outputs."""
     EBNF = "ebnf"
     """Rules: GBNF or xgrammar's (``root ::= …``), or Lark (``start: …``)."""
+    CALLS = "calls"
+    """A ``CallConstraint``, as JSON."""
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,3 +65,8 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     def ebnf(cls, rules: str, *, field: str = "grammar") -> Self:
         """Text that a context-free grammar derives."""
         return cls(GrammarKind.EBNF, rules, field)
+
+    @classmethod
+    def calls(cls, constraint: CallConstraint, *, field: str = "tools") -> Self:
+        """Calls of tools, or text and calls."""
+        return cls(GrammarKind.CALLS, msgspec.json.encode(constraint).decode(), field)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,7 @@ _NAMES: Final = {
     GrammarKind.REGEX: "the regular expression",
     GrammarKind.CHOICE: "the choice",
     GrammarKind.EBNF: "the grammar",
+    GrammarKind.CALLS: "the form of the tool calls",
 }
 _MOST_CHARACTERS: Final = 300
 _NOISE: Final = re.compile(r"\d+ \|.*|[\^~\s-]+")
@@ -37,9 +39,10 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar
     ``param`` is left to the caller.
     """
     name = _NAMES[grammar.kind]
-    source = lark(grammar)
     with library_faults():
-        matcher = vocabulary.matcher(source)
+        matcher = vocabulary.matcher(lark(grammar))
+        if matcher.is_error() and grammar.kind is GrammarKind.CALLS:
+            matcher = vocabulary.matcher(lark(grammar, partial(_refusal, vocabulary)))
     if matcher.is_error():
         raise InvalidRequestError(
             f"{name} cannot be used: {_sentence(matcher.get_error(), grammar.kind)}"
@@ -55,6 +58,14 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar
     if not begins:
         raise InvalidRequestError(f"{name} allows the empty text only")
     return compiled
+
+
+def _refusal(vocabulary: Vocabulary, rules: str) -> str | None:
+    """Why one schema of several cannot be used."""
+    matcher = vocabulary.matcher(rules)
+    if not matcher.is_error():
+        return None
+    return _sentence(matcher.get_error(), GrammarKind.JSON_SCHEMA)
 
 
 def _try_beginning(compiled: CompiledGrammar) -> bool:

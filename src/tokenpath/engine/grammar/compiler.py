@@ -117,7 +117,7 @@ class GrammarCompiler:
             return future.result(timeout_s)
         except TokenpathError as error:
             # An exception must not be raised twice, and each request names its own field.
-            raise type(error)(error.message, param=grammar.field) from None
+            raise type(error)(error.message, param=error.param or grammar.field) from None
 
     def _start(self, grammar: Grammar) -> Future[CompiledGrammar]:
         key = (grammar.kind, grammar.source)

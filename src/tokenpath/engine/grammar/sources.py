@@ -1,57 +1,51 @@
-"""What users write, as the one notation that is compiled: llguidance's dialect of Lark.
-
-Tokens are never forced: where the grammar leaves one text only, the model still chooses how to
-spell it in tokens. Forcing would call back into the tokenizer for every such place, and the
-spelling of a fragment is not the one it has within a text where a tokenizer adds spaces to
-beginnings.
-"""
+"""What users write, as the one notation that is compiled: llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
+from tokenpath.engine.grammar.calls import Refusal, accepted, calls_lark
+from tokenpath.engine.grammar.notation import OPTIONS, json_of, literal
 from tokenpath.engine.grammar.schema import read_schema
+from tokenpath.protocol.calls import CallConstraint
 from tokenpath.protocol.errors import InvalidRequestError
 from tokenpath.protocol.grammar import Grammar, GrammarKind
 
 MAX_CHOICES: Final = 10_000
 
-_OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
-"""At the end, so that errors name the user's own lines."""
-_WHITESPACE: Final = r"( |\n {0,40}|\n\t{0,10})"
-"""Between JSON's symbols: a space, or a new line with its indentation. If any run of white space
-were allowed, a weak model could go on with spaces for ever."""
-_JSON_OPTIONS: Final[dict[str, Any]] = {"whitespace_pattern": _WHITESPACE}
 _OWN_OPTIONS: Final = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
 _EMPTY_HEAD: Final = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
 
 
-def lark(grammar: Grammar) -> str:
-    """The grammar to compile. Raises ``InvalidRequestError`` that says what is wrong."""
+def lark(grammar: Grammar, refusal: Refusal = accepted) -> str:
+    """The grammar to compile. Raises ``InvalidRequestError`` that says what is wrong.
+
+    Of several schemas in one grammar ``refusal`` is asked about each.
+    """
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return _json(grammar.source) + _OPTIONS
+            return _json(grammar.source) + OPTIONS
         case GrammarKind.REGEX:
-            return _regex(grammar.source) + _OPTIONS
+            return _regex(grammar.source) + OPTIONS
         case GrammarKind.CHOICE:
-            return _choice(grammar.source) + _OPTIONS
+            return _choice(grammar.source) + OPTIONS
         case GrammarKind.EBNF:
-            return _rules(grammar.source) + _OPTIONS
+            return _rules(grammar.source) + OPTIONS
+        case GrammarKind.CALLS:
+            constraint = msgspec.json.decode(grammar.source, type=CallConstraint)
+            return calls_lark(constraint, refusal) + OPTIONS
 
 
 def _json(text: str) -> str:
     schema = read_schema(text)
     if schema is False:
         raise InvalidRequestError("the JSON schema is false, so no JSON satisfies it")
-    body = {} if schema is True else schema
-    options = msgspec.json.encode({"x-guidance": _JSON_OPTIONS, **body}).decode()
-    return f"start: %json {options}\n"
+    return f"start: {json_of(schema)}\n"
 
 
 def _regex(pattern: str) -> str:
@@ -72,7 +66,7 @@ def _choice(text: str) -> str:
         raise InvalidRequestError(f"the choice has more than {MAX_CHOICES} texts")
     if "" in choices:
         raise InvalidRequestError("the choice has an empty text; every text needs a character")
-    return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, dict.fromkeys(choices)))}\n"
+    return f"start: TEXT\nTEXT: {' | '.join(map(literal, dict.fromkeys(choices)))}\n"
 
 
 def _rules(text: str) -> str:

@@ -36,12 +36,13 @@ from tokenpath.gateway.openai.answers import (
 )
 from tokenpath.gateway.openai.errors import decode
 from tokenpath.gateway.openai.messages import template_messages
-from tokenpath.gateway.openai.schema import ChatCompletionRequest
+from tokenpath.gateway.openai.schema import ChatCompletionRequest, NamedTool
 from tokenpath.gateway.openai.stream import Frame
-from tokenpath.gateway.openai.structured import grammar_of
+from tokenpath.gateway.openai.structured import check_grammar, grammar_of
 from tokenpath.gateway.openai.tools import (
     check_switches,
     check_tools,
+    held_calls,
     offered_tools,
     template_tools,
 )
@@ -74,12 +75,12 @@ class ChatDoor:
         check_supported(request)
         check_limits(request, limits)
         check_logprobs(request.top_logprobs, "top_logprobs", limits)
-        grammar_of(request, limits)
+        grammar = grammar_of(request, limits)
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequestError(
                 "Field 'top_logprobs' needs 'logprobs': true.", param="top_logprobs"
             )
-        check_tools(request)
+        check_tools(request, grammar)
 
     async def plan(
         self, request: ChatCompletionRequest, model: ServedModel, limits: Limits
@@ -108,19 +109,21 @@ class ChatDoor:
         asked = request.max_completion_tokens or request.max_tokens
         budget = output_budget(asked, None, len(prompt), card=card, limits=limits, param="messages")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        held = held_calls(request, dialect, tools, thinking=thinking)
+        grammar = grammar_of(request, limits)
+        if held is not None:
+            grammar = held.grammar
+            check_grammar(grammar, request, limits)
         params = sampling_params(
-            request,
-            card,
-            logprobs=logprobs,
-            max_tokens=budget,
-            grammar=grammar_of(request, limits),
+            request, card, logprobs=logprobs, max_tokens=budget, grammar=grammar
         )
         marks = (*dialect.thought_mark_ids, *(dialect.call_mark_ids if tools else ()))
         reader = None
         if tools or dialect.thoughts is not None:
+            shapes = dialect.calls.shapes if tools and dialect.calls else ()
             reader = partial(
                 AnswerReader,
-                shapes=dialect.calls.shapes if tools and dialect.calls else (),
+                shapes=shapes if held is None else held.shapes,
                 tools=frozenset(tool.name for tool in tools),
                 thoughts=dialect.thoughts,
                 thinking=thinking,
@@ -135,6 +138,7 @@ class ChatDoor:
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             reader=reader,
+            call_named=isinstance(request.tool_choice, NamedTool),
         )
 
     def writer(self, plan: Plan, created: int) -> ChatWriter:
@@ -169,6 +173,7 @@ class _Voice:
 
     def __init__(self, plan: Plan) -> None:
         self._reader = None if plan.reader is None else plan.reader()
+        self._called: ChatEnding = "stop" if plan.call_named else "tool_calls"
         self._thought_end_id = plan.model.dialect.thought_end_id
         self._tokens = 0
         self._ended = False
@@ -204,7 +209,7 @@ class _Voice:
         """The finish reason."""
         stopped = finish is None or finish.reason is FinishReason.STOP
         called = self._reader is not None and self._reader.called
-        return "tool_calls" if called and stopped else ending(finish)
+        return self._called if called and stopped else ending(finish)
 
 
 def _reasoning_tokens(voices: Iterable[_Voice]) -> int | None:

@@ -73,6 +73,12 @@ def grammar_of(request: Sampling, limits: Limits) -> Grammar | None:
             "only one can be given.",
             param=others[0].field,
         )
+    check_grammar(grammar, request, limits)
+    return grammar
+
+
+def check_grammar(grammar: Grammar, request: Sampling, limits: Limits) -> None:
+    """Raise ``InvalidRequestError`` if it is too large, or excluded by the rest of the request."""
     size = len(grammar.source.encode("utf-8", "surrogatepass"))
     if size > limits.grammar_bytes:
         raise InvalidRequestError(
@@ -86,7 +92,6 @@ def grammar_of(request: Sampling, limits: Limits) -> Grammar | None:
             "the grammar does.",
             param="ignore_eos",
         )
-    return grammar
 
 
 def _asked(request: Sampling) -> list[Grammar | None]:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from tokenpath.gateway.openai.schema import ChatCompletionRequest, NamedTool, Tool
-from tokenpath.models.dialects.constraint import OfferedTool
+from tokenpath.models.dialects.constraint import OfferedTool, call_constraint, held_shapes
+from tokenpath.models.dialects.detect import Dialect
+from tokenpath.models.dialects.shapes import Shape
+from tokenpath.protocol.calls import ThoughtFrame
 from tokenpath.protocol.errors import InvalidRequestError, UnsupportedError
+from tokenpath.protocol.grammar import Grammar
 from tokenpath.router.served import ServedModel
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -16,8 +23,11 @@ _NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
 """What a template is shown of a tool without parameters; many take it for granted."""
 
 
-def check_tools(request: ChatCompletionRequest) -> None:
-    """Everything about tools that needs no model. Raises ``InvalidRequestError`` and its kinds."""
+def check_tools(request: ChatCompletionRequest, grammar: Grammar | None) -> None:
+    """Everything about tools that needs no model. Raises ``InvalidRequestError`` and its kinds.
+
+    ``grammar`` is what the request's own fields say that the output must be.
+    """
     first: dict[str, int] = {}
     for place, tool in enumerate(request.tools or ()):
         where = f"tools[{place}]"
@@ -31,6 +41,12 @@ def check_tools(request: ChatCompletionRequest) -> None:
             )
         first[name] = place
     _check_choice(request, first)
+    if grammar is not None and request.tools and request.tool_choice != "none":
+        raise InvalidRequestError(
+            f"Field '{grammar.field}' says what the output must be, so that no tool could be "
+            "called; leave out 'tools', or set 'tool_choice' to 'none'.",
+            param=grammar.field,
+        )
 
 
 def _check_tool(tool: Tool, where: str) -> None:
@@ -50,10 +66,6 @@ def _check_tool(tool: Tool, where: str) -> None:
         )
     if tool.function.parameters is not None:
         _check_parameters(tool.function.parameters, f"{where}.function.parameters")
-    if tool.function.strict:
-        _refuse_constraint(
-            f"Field '{where}.function.strict'", "leave it out", f"{where}.function.strict"
-        )
 
 
 def _check_parameters(schema: Mapping[str, Any], where: str) -> None:
@@ -89,15 +101,48 @@ def _check_choice(request: ChatCompletionRequest, names: Mapping[str, int]) -> N
                 f"Field 'tool_choice.function.name' is {name[:64]!r}, none of the 'tools'.",
                 param="tool_choice.function.name",
             )
-    if choice != "auto":
-        _refuse_constraint("Field 'tool_choice' other than 'auto' and 'none'", "use 'auto'")
 
 
-def _refuse_constraint(field: str, instead: str, param: str = "tool_choice") -> None:
-    # The one place to join with structured output: ``call_constraint`` says what to allow.
-    raise UnsupportedError(
-        f"{field} needs output that is held to a grammar, which is not implemented; {instead}.",
-        param=param,
+@dataclass(frozen=True, slots=True)
+class HeldCalls:
+    """Calls that the engine holds to a grammar."""
+
+    grammar: Grammar
+    shapes: tuple[Shape, ...]
+    """What alone is to be read as calls: what the grammar holds."""
+
+
+def held_calls(
+    request: ChatCompletionRequest,
+    dialect: Dialect,
+    tools: Sequence[OfferedTool],
+    *,
+    thinking: bool,
+) -> HeldCalls | None:
+    """What ``tool_choice`` and ``strict`` promise about the calls; None if nothing.
+
+    ``tools`` are those that ``offered_tools`` gave; ``thinking``: the prompt has opened the
+    thoughts.
+    """
+    if not tools or dialect.calls is None:
+        return None
+    choice = request.tool_choice
+    constraint = call_constraint(
+        dialect.calls,
+        tools,
+        controls=dialect.controls,
+        named=choice.function.name if isinstance(choice, NamedTool) else None,
+        required=choice == "required",
+        parallel=request.parallel_tool_calls is not False,
+    )
+    if constraint is None:
+        return None
+    if dialect.thoughts is not None:
+        thoughts = ThoughtFrame(dialect.thoughts.open, dialect.thoughts.close, begun=thinking)
+        constraint = msgspec.structs.replace(constraint, thoughts=thoughts)
+    return HeldCalls(
+        Grammar.calls(constraint, field="tool_choice" if constraint.required else "tools"),
+        held_shapes(dialect.calls, required=constraint.required),
     )
 
 
@@ -120,8 +165,13 @@ def offered_tools(request: ChatCompletionRequest, model: ServedModel) -> Sequenc
             param="tools",
         )
     return [
-        OfferedTool(tool.function.name, tool.function.parameters, strict=bool(tool.function.strict))
-        for tool in request.tools
+        OfferedTool(
+            tool.function.name,
+            tool.function.parameters,
+            strict=bool(tool.function.strict),
+            field=f"tools[{place}].function.parameters",
+        )
+        for place, tool in enumerate(request.tools)
         if tool.function is not None
     ]
 

@@ -6,7 +6,7 @@ Everything is found once, when a model is opened; a request only reads the resul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -78,6 +78,8 @@ class Dialect:
     """Control tokens that are marks of calls: their text must reach the reader."""
     thought_mark_ids: tuple[int, ...] = ()
     """Control tokens that are marks of reasoning."""
+    controls: Mapping[str, int] = field(default_factory=dict)
+    """The texts of all these tokens, and their ids."""
     thought_end_id: int | None = None
     """The token that ends the reasoning, where it is one token: it makes the count exact."""
 
@@ -109,18 +111,21 @@ def dialect_of(
     calls = _call_format(template, told, tool_parser)
     thoughts = _thoughts(template.source, reasoning_parser)
 
-    def special(texts: Sequence[str]) -> tuple[int, ...]:
-        ids = [vocabulary.token_id(text) for text in texts]
-        return tuple(dict.fromkeys(i for i in ids if i is not None and i in vocabulary.special_ids))
+    def special(texts: Sequence[str]) -> dict[str, int]:
+        ids = {text: vocabulary.token_id(text) for text in texts}
+        return {text: i for text, i in ids.items() if i is not None and i in vocabulary.special_ids}
 
+    call_marks = {} if calls is None else special(calls.marks)
+    thought_marks = {} if thoughts is None else special((thoughts.open, thoughts.close))
     return Dialect(
         calls=calls,
         thoughts=thoughts,
         takes_tools="tools" in template.variables,
         text_arguments=told.text_arguments,
         switches=template.variables - _GIVEN,
-        call_mark_ids=() if calls is None else special(calls.marks),
-        thought_mark_ids=() if thoughts is None else special((thoughts.open, thoughts.close)),
+        call_mark_ids=tuple(call_marks.values()),
+        thought_mark_ids=tuple(thought_marks.values()),
+        controls=call_marks | thought_marks,
         thought_end_id=None if thoughts is None else vocabulary.token_id(thoughts.close),
     )
 
