@@ -17,7 +17,7 @@ from tokenpath.engine.kernels.base import AttentionSpec, Linear
 from tokenpath.engine.kernels.native_reducer import NativeReducer
 from tokenpath.engine.kernels.packed import PackedMatrix
 from tokenpath.engine.kv_cache import KvCache, KvLayer
-from tokenpath.engine.layers import Attention, Decoder, RMSNorm
+from tokenpath.engine.layers import Attention, Block, Decoder, RMSNorm
 from tokenpath.engine.rotary import Rotary
 from tokenpath.models.architecture import LayerKind, ModelConfig
 
@@ -111,26 +111,44 @@ class NativeProgram:
         scale = 1.0 if decoder.embedding_scale is None else decoder.embedding_scale
         program.embed(residual, table, scale)
         for block in decoder.blocks:
-            out_norms = (
-                getattr(block, "attention_out_norm", None),
-                getattr(block, "mlp_out_norm", None),
-            )
             self._norm_quantize(block.attention_norm, residual, normed, block.attention.qkv)
             attended = self._attention(block.attention, normed)
-            self._project(block.attention.out, attended, residual, out_norms[0])
-            self._norm_quantize(block.mlp_norm, residual, normed, block.mlp.gate_up)
-            width = _packed(block.mlp.gate_up).rows // 2
-            joined = self._buffer("joined", width)
-            rounded = self._buffer("joined, rounded", width, quantized=True)
-            matrix = self._matrix(block.mlp.gate_up)
-            program.matmul(normed, joined, matrix, False, block.mlp.activation, False)
-            program.quantize(joined, rounded, width, _by_run(block.mlp.down))
-            self._project(block.mlp.down, rounded, residual, out_norms[1])
-        last = self._buffer("last", hidden)
+            sampled = block is decoder.blocks[-1]
+            if sampled:
+                # All keys and values are written: what is left serves the logits alone.
+                attended = self._gather("attended, sampled", attended, block.attention.out)
+                residual = self._gather("residual, sampled", residual, decoder.head)
+            self._advance(block, attended, residual, sampled=sampled)
         ready = self._buffer("ready", hidden, quantized=True)
-        program.gather(residual, last, hidden)
-        self._norm_quantize(decoder.norm, last, ready, decoder.head, sampled=True)
+        self._norm_quantize(decoder.norm, residual, ready, decoder.head, sampled=True)
         program.matmul(ready, -1, head, False, "", True)
+
+    def _gather(self, role: str, source: int, product: object) -> int:
+        """The rows that are sampled of what a product will eat."""
+        columns = _packed(product).columns
+        to = self._buffer(role, columns)
+        self._program.gather(source, to, columns)
+        return to
+
+    def _advance(self, block: Block, attended: int, residual: int, *, sampled: bool) -> None:
+        """Write what follows attention in a block; ``sampled`` as the operations have it."""
+        program = self._program
+        attention_norm = getattr(block, "attention_out_norm", None)
+        mlp_norm = getattr(block, "mlp_out_norm", None)
+        out, gate_up, down = block.attention.out, block.mlp.gate_up, block.mlp.down
+        width = _packed(out).columns
+        rounded = self._buffer("attended, rounded", width, quantized=True)
+        program.quantize(attended, rounded, width, _by_run(out), sampled=sampled)
+        self._project(out, rounded, residual, attention_norm, sampled=sampled)
+        normed = self._buffer("normed", _packed(gate_up).columns, quantized=True)
+        self._norm_quantize(block.mlp_norm, residual, normed, gate_up, sampled=sampled)
+        width = _packed(down).columns
+        joined = self._buffer("joined", width)
+        rounded = self._buffer("joined, rounded", width, quantized=True)
+        matrix = self._matrix(gate_up)
+        program.matmul(normed, joined, matrix, False, block.mlp.activation, sampled)
+        program.quantize(joined, rounded, width, _by_run(down), sampled=sampled)
+        self._project(down, rounded, residual, mlp_norm, sampled=sampled)
 
     def _buffer(self, role: str, columns: int, *, quantized: bool = False) -> int:
         """The buffer of a role, which all layers share: each is done with it before the next."""
@@ -149,7 +167,7 @@ class NativeProgram:
         )
 
     def _attention(self, attention: Attention, source: int) -> int:
-        """Write everything from the normed input to the attended, rounded output."""
+        """Write everything from the normed input to the attended output."""
         program, spec = self._program, attention.spec
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         projected = self._buffer("projected", rows)
@@ -168,21 +186,22 @@ class NativeProgram:
         )
         width = spec.heads * spec.head_dim
         attended = self._buffer("attended", width)
-        rounded = self._buffer("attended, rounded", width, quantized=True)
         program.attend(attended, shape, pool)
-        program.quantize(attended, rounded, width, _by_run(attention.out))
-        return rounded
+        return attended
 
-    def _project(self, linear: Linear, source: int, residual: int, norm: RMSNorm | None) -> None:
+    def _project(
+        self, linear: Linear, source: int, residual: int, norm: RMSNorm | None, *, sampled: bool
+    ) -> None:
         """Add a product to the residual, normed first where the family does that."""
         matrix = self._matrix(linear)
         if norm is None:
-            self._program.matmul(source, residual, matrix, True, "", False)
+            self._program.matmul(source, residual, matrix, True, "", sampled)
             return
         size = norm.weight.shape[-1]
         made = self._buffer("made", size)
-        self._program.matmul(source, made, matrix, False, "", False)
-        self._program.norm(made, residual, size, self._address(norm.weight), norm.eps, True, False)
+        self._program.matmul(source, made, matrix, False, "", sampled)
+        weight = self._address(norm.weight)
+        self._program.norm(made, residual, size, weight, norm.eps, True, sampled)
 
     def _shape(self, spec: AttentionSpec) -> Any:
         return self._native.AttentionShape(
