@@ -93,20 +93,8 @@ def test_a_call_that_must_be_made_is_made(client):
 def test_strict_leaves_the_model_free_to_answer_or_to_call(client):
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     (call,) = ask(client, tools=strict).choices[0].message.tool_calls
-    assert json.loads(call.function.arguments)["city"] == "Paris"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
     hello = [{"role": "user", "content": "What is 2 + 2? Answer with the number alone."}]
     message = ask(client, tools=strict, messages=hello).choices[0].message
-    assert message.content or message.tool_calls
-
-
-def test_without_the_tools_there_is_no_call(client):
-    message = ask(client, tool_choice="none", max_tokens=12).choices[0].message
-    assert message.tool_calls is None
-    assert message.content
-
-
-def test_text_is_text(client):
-    options = {"messages": [{"role": "user", "content": "Say only: hello"}], "max_tokens": 12}
-    message = ask(client, **options).choices[0].message
-    assert message.tool_calls is None
-    assert "hello" in message.content.lower()
+    assert "4" in message.content
+    assert not message.tool_calls

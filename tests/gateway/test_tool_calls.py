@@ -412,11 +412,15 @@ def test_a_named_call_ends_with_stop_as_openais_does(server):
         assert streamed(server, tool_choice=choice)[0][3] == [end]
 
 
-def test_only_what_is_held_is_read_as_calls(server):
-    text = '```json\n{"name": "weather", "arguments": {}}\n```'
-    say(server, text)
-    assert ask(server).choices[0].finish_reason == "tool_calls"
-    assert ask(server, tools=[STRICT]).choices[0].message.content == text
+def test_a_strict_tools_call_in_a_free_block_counts_if_it_satisfies_the_schema(server):
+    call = '```json\n{"name": "weather", "arguments": {"city": "Paris"}}\n```'
+    wrong = call.replace('"Paris"', "7")
+    for text, counts in ((call, True), (wrong, False)):
+        say(server, text)
+        assert ask(server).choices[0].finish_reason == "tool_calls"
+        strict = ask(server, tools=[STRICT]).choices[0]
+        assert (strict.finish_reason == "tool_calls") == counts
+        assert strict.message.content == (None if counts else text)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ from tokenpath.gateway.openai.tools import (
 )
 from tokenpath.gateway.plan import Plan, Whole, off_loop
 from tokenpath.models.dialects.detect import Dialect
-from tokenpath.models.dialects.reader import AnswerReader, Event, Text, Thought
+from tokenpath.models.dialects.reader import AnswerReader, Event, Text, Thought, every_call
 from tokenpath.models.dialects.shapes import Call
 from tokenpath.protocol.errors import InvalidRequestError
 from tokenpath.protocol.events import Finish, FinishReason, Usage
@@ -128,6 +128,7 @@ class ChatDoor:
                 thoughts=dialect.thoughts,
                 thinking=thinking,
                 parallel=request.parallel_tool_calls is not False,
+                accepts=every_call if held is None else held.accepts,
             )
         return Plan(
             model=model,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import jsonschema_rs
 import msgspec
 
 from tokenpath.gateway.openai.schema import ChatCompletionRequest, NamedTool, Tool
-from tokenpath.models.dialects.constraint import OfferedTool, call_constraint, held_shapes
+from tokenpath.models.dialects.constraint import (
+    NO_ARGUMENTS,
+    OfferedTool,
+    call_constraint,
+    held_shapes,
+)
 from tokenpath.models.dialects.detect import Dialect
-from tokenpath.models.dialects.shapes import Shape
+from tokenpath.models.dialects.reader import Accepts
+from tokenpath.models.dialects.shapes import Call, Shape
 from tokenpath.protocol.calls import ThoughtFrame
 from tokenpath.protocol.errors import InvalidRequestError, UnsupportedError
 from tokenpath.protocol.grammar import Grammar
@@ -109,7 +117,9 @@ class HeldCalls:
 
     grammar: Grammar
     shapes: tuple[Shape, ...]
-    """What alone is to be read as calls: what the grammar holds."""
+    """What is to be read as calls."""
+    accepts: Accepts
+    """Whether a call that was read is one."""
 
 
 def held_calls(
@@ -140,10 +150,32 @@ def held_calls(
     if dialect.thoughts is not None:
         thoughts = ThoughtFrame(dialect.thoughts.open, dialect.thoughts.close, begun=thinking)
         constraint = msgspec.structs.replace(constraint, thoughts=thoughts)
+    held = held_shapes(dialect.calls, required=constraint.required)
     return HeldCalls(
         Grammar.calls(constraint, field="tool_choice" if constraint.required else "tools"),
-        held_shapes(dialect.calls, required=constraint.required),
+        held if constraint.required else dialect.calls.shapes,
+        _Checked(held, {tool.name: tool.parameters for tool in tools if tool.strict}),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Takes a strict tool's call in a shape that the grammar leaves free only if it is right.
+
+    A ``json`` block may be a call or an example in an answer, so the grammar cannot hold it.
+    """
+
+    held: Collection[Shape]
+    strict: Mapping[str, Mapping[str, Any] | None]
+
+    def __call__(self, shape: Shape, call: Call) -> bool:
+        if shape in self.held or call.name not in self.strict:
+            return True
+        schema = self.strict[call.name] or NO_ARGUMENTS
+        try:
+            return jsonschema_rs.is_valid(schema, json.loads(call.arguments), offline=True)
+        except ValueError:  # The engine takes the schema, but this library finds a fault with it.
+            return False
 
 
 def offered_tools(request: ChatCompletionRequest, model: ServedModel) -> Sequence[OfferedTool]:

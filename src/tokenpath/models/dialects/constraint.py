@@ -68,7 +68,7 @@ def call_constraint(
 
 
 def held_shapes(form: CallFormat, *, required: bool) -> tuple[Shape, ...]:
-    """The shapes that calls are held to, which alone must be read as calls then.
+    """The shapes that calls are held to.
 
     A required call has the shape that the template teaches. Where text is free, calls without marks
     are held too if the model is known to write them.

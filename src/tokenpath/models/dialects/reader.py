@@ -12,7 +12,7 @@ White space next to calls and thoughts separates them; between two texts it is k
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,6 +44,15 @@ class Thought:
 Event = Text | Thought | Call
 
 
+Accepts = Callable[[Shape, Call], bool]
+"""Whether a call that was read in a shape counts as one."""
+
+
+def every_call(_: Shape, __: Call) -> bool:
+    """Take all calls."""
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Marks:
     """What encloses reasoning."""
@@ -63,14 +72,16 @@ class AnswerReader:
         thoughts: Marks | None = None,
         thinking: bool = False,
         parallel: bool = True,
+        accepts: Accepts = every_call,
     ) -> None:
         """Look for calls of ``tools`` in these ``shapes``, and for ``thoughts`` before all else.
 
+        A call that ``accepts`` does not take is text.
         ``thinking``: the prompt has opened the thoughts, so the answer begins within them.
         Without ``parallel`` the first call is kept and further ones are left out.
         """
         self._thoughts = None if thoughts is None else _ThoughtReader(thoughts, inside=thinking)
-        self._calls = _CallReader(shapes, tools)
+        self._calls = _CallReader(shapes, tools, accepts)
         self._parallel = parallel
         self.called = 0
         """Calls given out."""
@@ -207,8 +218,9 @@ class _ThoughtReader:
 class _CallReader:
     """Takes calls out of the answer."""
 
-    def __init__(self, shapes: Sequence[Shape], tools: Collection[str]) -> None:
+    def __init__(self, shapes: Sequence[Shape], tools: Collection[str], accepts: Accepts) -> None:
         self._tools = tools
+        self._accepts = accepts
         self._marked = {shape.open: shape for shape in shapes if shape.open}
         self._bare = next((shape for shape in shapes if not shape.open), None)
         check_marks(list(self._marked))
@@ -252,7 +264,7 @@ class _CallReader:
         found = self._search.search(text) if self._search else None
         if found is not None:
             self._say(text[: found.start()], events)
-            self._candidate = _Candidate(self._marked[found.group()], self._tools)
+            self._candidate = self._begin(self._marked[found.group()])
             return text[found.end() :]
         keep = 0 if final else _mark_begun(text, self._marked)
         self._held = text[len(text) - keep :]
@@ -277,8 +289,11 @@ class _CallReader:
                     text = rest
         if not text or text[0] not in "{[":
             return None if text else ""
-        self._candidate = _Candidate(shape, self._tools)
+        self._candidate = self._begin(shape)
         return text
+
+    def _begin(self, shape: Shape) -> _Candidate:
+        return _Candidate(shape, self._tools, self._accepts)
 
     def _call(self, candidate: _Candidate, text: str, events: list[Event]) -> str:
         """Read a candidate's text; returns what is to be read after it."""
@@ -314,8 +329,9 @@ class _CallReader:
 class _Candidate:
     """What may become a call."""
 
-    def __init__(self, shape: Shape, tools: Collection[str]) -> None:
+    def __init__(self, shape: Shape, tools: Collection[str], accepts: Accepts) -> None:
         self.shape = shape
+        self._accepts = accepts
         self.tape: list[str] = []
         self.failed = False
         self.found: list[Call] | None = None
@@ -329,7 +345,11 @@ class _Candidate:
             try:
                 self._steps.send(char)
             except StopIteration as done:
-                self.found = done.value
+                found: list[Call] = done.value
+                if all(self._accepts(self.shape, call) for call in found):
+                    self.found = found
+                else:
+                    self.failed = True
                 return index + 1
             except NotACall:
                 self.failed = True
