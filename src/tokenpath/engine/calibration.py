@@ -1,0 +1,138 @@
+"""Reads a text with a model and notes how strongly each input channel of each matrix is driven.
+
+The mean square of a channel's activation is what a squared error of its weights counts in the
+product: the diagonal of the Hessian that quantization to few bits goes by. The model runs through
+its own family and plain torch kernels; only what stands before each product is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from tokenpath.engine.batch import build_batch
+from tokenpath.engine.families.registry import find_family
+from tokenpath.engine.kernels.base import KernelBackend, Linear, LinearInput, Table
+from tokenpath.engine.kernels.torch_backend import TorchBackend
+from tokenpath.engine.kv_cache import allocate_kv_cache
+from tokenpath.engine.layers import Step
+from tokenpath.engine.loading import CheckpointLoader, Progress
+from tokenpath.engine.rotary import rotaries
+from tokenpath.models.architecture import KvDtype
+from tokenpath.models.local import LocalModel
+from tokenpath.policy.sequence import Chunk, Sequence as TokenSequence, StepPlan
+
+_BLOCK_TOKENS = 16
+
+
+@dataclass(slots=True)
+class Moments:
+    """Squares of a matrix' input channels, summed over tokens."""
+
+    squares: torch.Tensor
+    """float64 [K]"""
+    tokens: int = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Note activations [T, K]."""
+        self.squares += x.float().square().sum(0)
+        self.tokens += len(x)
+
+    def mean(self) -> torch.Tensor:
+        """float32 [K]: the mean square of each channel."""
+        return (self.squares / max(self.tokens, 1)).float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A ``Linear`` that notes what it is given."""
+
+    inner: Linear
+    moments: Moments
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes
+
+    def __call__(self, x: LinearInput) -> torch.Tensor:
+        self.moments.add(x)
+        return self.inner(x)
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchingLoader:
+    """A ``WeightLoader`` whose matrices note what they are given."""
+
+    loader: CheckpointLoader
+    found: dict[str, Moments] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> KernelBackend:
+        return self.loader.backend
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.loader.dtype
+
+    def linear(self, names: Seq[str], rows: Seq[int], columns: int, *, bias: bool) -> Linear:
+        moments = Moments(torch.zeros(columns, dtype=torch.float64))
+        self.found.update(dict.fromkeys(names, moments))
+        return _Watched(self.loader.linear(names, rows, columns, bias=bias), moments)
+
+    def gate_up(self, names: tuple[str, str], rows: int, columns: int, *, bias: bool) -> Linear:
+        return self.linear(names, (rows, rows), columns, bias=bias)
+
+    def table(self, name: str, rows: int, columns: int) -> Table:
+        return self.loader.table(name, rows, columns)
+
+    def tied(self, table: Table) -> Linear:
+        return self.loader.tied(table)
+
+    def norm(self, name: str, size: int, *, offset: float = 0.0) -> torch.Tensor:
+        return self.loader.norm(name, size, offset=offset)
+
+
+@torch.inference_mode()
+def channel_strengths(
+    model: LocalModel,
+    windows: Iterable[Sequence[int]],
+    *,
+    dtype: torch.dtype,
+    loading: Progress | None = None,
+    reading: Callable[[int], None] = lambda _number: None,
+) -> dict[str, torch.Tensor]:
+    """Mean squares float32 [K] of the input channels of every matrix, by its module's name.
+
+    Each window of token ids is read as a text of its own, in one step; ``reading`` is called with
+    its number before. Raises ``ModelFileError`` and ``ModelUnsupportedError`` as loading does.
+    """
+    texts = [list(window) for window in windows]
+    backend = TorchBackend(dtype, "cpu")
+    loader = _WatchingLoader(CheckpointLoader(model, backend, dtype, "cpu", loading))
+    decoder = find_family(model.config).build(model.config, loader)
+    loader.loader.finish()
+    angles = rotaries(model.config, "cpu")
+    blocks = -(-max(map(len, texts), default=1) // _BLOCK_TOKENS)
+    kv_dtype: KvDtype = "float32" if dtype == torch.float32 else "bfloat16"
+    cache = allocate_kv_cache(
+        model.config, num_blocks=blocks, block_tokens=_BLOCK_TOKENS, dtype=kv_dtype, device="cpu"
+    )
+    for number, text in enumerate(texts, 1):
+        reading(number)
+        sequence = TokenSequence("calibration", text, len(text), max_tokens=0)
+        sequence.blocks = list(range(blocks))
+        batch = build_batch(StepPlan((Chunk(sequence, 0, len(text)),)), _BLOCK_TOKENS)
+        positions = torch.from_numpy(batch.positions)
+        decoder.hidden(
+            Step(
+                token_ids=torch.from_numpy(batch.token_ids),
+                slots=torch.from_numpy(batch.slots),
+                angles={kind: rotary.angles(positions) for kind, rotary in angles.items()},
+                attention=backend.plan_attention(batch, decoder.attention_specs),
+                cache=cache,
+            )
+        )
+    return {name: moments.mean() for name, moments in loader.found.items()}
