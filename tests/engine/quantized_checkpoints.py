@@ -75,9 +75,7 @@ def gptq(bits: int, group: int, *, symmetric: bool, ordered: bool, version: int)
         if ordered:
             generator = torch.Generator().manual_seed(len(name))
             index = index[torch.randperm(columns, generator=generator)]
-        codes, scale, zero, meant = by_groups(
-            weight, bits, group, symmetric=symmetric, index=index
-        )
+        codes, scale, zero, meant = by_groups(weight, bits, group, symmetric=symmetric, index=index)
         stored = (zero.numpy().astype(np.int64) - (version == 1)) % (1 << bits)
         return {
             "qweight": pack_rows(codes, bits).t().contiguous(),
@@ -110,7 +108,12 @@ def awq(group: int, *, zero_point: bool = True) -> Quantizer:
 
 
 def packed(
-    bits: int, group: int | None, *, symmetric: bool, ordered: bool = False, plain_zeros: bool = False
+    bits: int,
+    group: int | None,
+    *,
+    symmetric: bool,
+    ordered: bool = False,
+    plain_zeros: bool = False,
 ) -> Quantizer:
     """compressed-tensors' ``pack-quantized``; a group of None is a channel."""
 

@@ -106,7 +106,9 @@ def test_rows_of_no_whole_groups_keep_their_numbers(tmp_path):
     kinds = {name: info.dtype for name, info in written.tensors.items()}
     assert kinds["model.layers.0.mlp.up_proj.weight"] == "BF16"
     assert kinds["model.layers.0.mlp.down_proj.weight"] == "packed 4-bit"
-    ignored = json.loads((written.path / "config.json").read_text())["quantization_config"]["ignore"]
+    ignored = json.loads((written.path / "config.json").read_text())["quantization_config"][
+        "ignore"
+    ]
     assert "model.layers.0.mlp.up_proj" in ignored
     logits_of(tmp_path / "out")
 
@@ -187,7 +189,7 @@ def test_searched_scales_are_never_worse_than_the_range(seed, rows, bits, symmet
         importance=importance,
     )
     assert found.scale.dtype == dtype
-    assert found.codes.max() < 1 << bits
+    assert int(found.codes.max()) < 1 << bits
     counted = importance.clamp(min=float(importance.mean()) * 1e-3 + 1e-30)
     low, high = (f(weight.view(rows, 3, 32), -1) for f in (torch.amin, torch.amax))
     low, high = low.clamp(max=0), high.clamp(min=0)

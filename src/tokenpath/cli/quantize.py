@@ -79,11 +79,11 @@ def quantize(
 ) -> None:
     """Write a model in int8 or int4, as a folder that other engines load too.
 
-    The folder is a Hugging Face model in compressed-tensors' format with tokenizer and chat template;
-    it appears when it is complete. Then perplexity and decode speed are measured for the source in
-    bfloat16, for the source rounded as it is loaded, and for the result.
+    The folder is a Hugging Face model in compressed-tensors' format with tokenizer and chat
+    template; it appears when it is complete. Then perplexity and decode speed are measured for the
+    source in bfloat16, for the source rounded as it is loaded, and for the result.
     """
-    from tokenpath.bench.perplexity.text import fixed_text, given_text  # noqa: PLC0415 - keeps --help fast
+    from tokenpath.bench.perplexity.text import fixed_text, given_text  # noqa: PLC0415 - for --help
     from tokenpath.cli.bench_engine import publish  # noqa: PLC0415 - as above
     from tokenpath.config.paths import cache_dir  # noqa: PLC0415 - as above
     from tokenpath.models.source import parse_source  # noqa: PLC0415 - as above

@@ -23,7 +23,8 @@ from tokenpath.engine.loading import CheckpointLoader, Progress
 from tokenpath.engine.rotary import rotaries
 from tokenpath.models.architecture import KvDtype
 from tokenpath.models.local import LocalModel
-from tokenpath.policy.sequence import Chunk, Sequence as TokenSequence, StepPlan
+from tokenpath.policy.sequence import Chunk, StepPlan
+from tokenpath.policy.sequence import Sequence as TokenSequence
 
 _BLOCK_TOKENS = 16
 

@@ -244,9 +244,7 @@ class Packer:
             floats = source.floats(begin, end)
         return _arrays(to_int4(torch.from_numpy(floats)))
 
-    def _rounded_codes(
-        self, bits: Bits, source: QuantizedMatrix, begin: int, end: int
-    ) -> Rounded:
+    def _rounded_codes(self, bits: Bits, source: QuantizedMatrix, begin: int, end: int) -> Rounded:
         """Four bits or less are taken over as they are; rounding them again would add errors."""
         if bits == 8:  # noqa: PLR2004 - 8 bits
             floats = source.floats(begin, end)

@@ -19,7 +19,6 @@ from tokenpath.models.gguf_file import GgufFile
 from tokenpath.models.hf_config import hf_config
 from tokenpath.models.hf_folder import (
     CHAT_TEMPLATE,
-    CONFIG,
     GENERATION_CONFIG,
     TOKENIZER,
     TOKENIZER_CONFIG,

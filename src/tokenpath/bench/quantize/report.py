@@ -73,11 +73,12 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
 def render(report: QuantizeReport) -> RenderableType:
     """A row for each form that was measured, and what was written."""
     how = "symmetric" if report.symmetric else "with zero points"
-    lines = [
+    written = (
         f"{report.out}: {report.rounded} matrices in {report.target}, {how}, {report.kept} tensors "
         f"kept; {human_bytes(report.source_bytes)} became {human_bytes(report.out_bytes)} in "
         f"{report.seconds:.0f} s"
-    ]
+    )
+    lines = [written]
     if report.calibration is not None:
         found = report.calibration
         lines.append(

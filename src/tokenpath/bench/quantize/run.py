@@ -132,9 +132,7 @@ def _calibrated(
         windows,
         dtype=torch_dtype(held),
         loading=reporter.loading,
-        reading=lambda number: reporter.say(
-            f"calibrating: window {number} of {len(windows)}"
-        ),
+        reading=lambda number: reporter.say(f"calibrating: window {number} of {len(windows)}"),
     )
     gc.collect()  # the weights in bfloat16, before others are made
     return strengths, Calibration(
@@ -189,5 +187,3 @@ def _measured(
 
 def _stored(model: LocalModel) -> int:
     return sum(tensor.stored_bytes for tensor in model.tensors.values())
-
-

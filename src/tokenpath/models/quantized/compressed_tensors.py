@@ -123,7 +123,9 @@ class CompressedTensors:
                 f"{source} has a transform_config: its activations must be rotated while it runs, "
                 "which this engine does not do"
             )
-        _check_patterns((*(t for s in schemes for t in s.targets), *(settings.ignore or ())), source)
+        _check_patterns(
+            (*(t for s in schemes for t in s.targets), *(settings.ignore or ())), source
+        )
         return cls(schemes, tuple(settings.ignore or ()), source)
 
     def assemble(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -2,7 +2,7 @@
 
 Codes of 2, 3, 4 or 8 bits are packed along the inputs. The first version of the format stores each
 zero less one, and a zero of 0 as the largest code; ``checkpoint_format: gptq_v2`` stores it as it
-is. ``g_idx`` tells each input's group where inputs were quantized in the order of their activations.
+is. ``g_idx`` tells each input's group, where inputs were put in the order of their activations.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Gptq:
         stored = "marlin" if settings.is_marlin_format else settings.checkpoint_format
         if stored not in {"gptq", "gptq_v2"}:
             raise ModelUnsupportedError(
-                f"{source} has GPTQ weights in the format {stored!r}, which is made for one kernel; "
-                "supported: gptq, gptq_v2"
+                f"{source} has GPTQ weights in the format {stored!r}, which one kernel alone "
+                "reads; supported: gptq, gptq_v2"
             )
         return cls(settings, source)
 

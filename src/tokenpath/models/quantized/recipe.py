@@ -84,9 +84,7 @@ def recipe_for(model: LocalModel, target: Target, *, symmetric: bool) -> Recipe:
 
 def ignored_modules(model: LocalModel, recipe: Recipe) -> tuple[str, ...]:
     """Linear modules that keep their numbers; a tied head among them, which other engines ask."""
-    rest = (
-        name.removesuffix(".weight") for name in model.tensors if name.endswith("_proj.weight")
-    )
+    rest = (name.removesuffix(".weight") for name in model.tensors if name.endswith("_proj.weight"))
     return (HEAD.removesuffix(".weight"), *(name for name in rest if name not in recipe.modules))
 
 

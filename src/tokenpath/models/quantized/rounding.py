@@ -1,9 +1,9 @@
-"""Rounds a matrix to codes and scales that a checkpoint can hold, with the least error that matters.
+"""Rounds a matrix to the codes and scales of a checkpoint, with the least error that matters.
 
 Each group's scale is searched: a little below what its largest weight asks for, most weights come
-nearer to a code. What counts is the error of the product, so squared errors are weighted by the mean
-square of the activation that each input channel was seen to have; without a calibration all count the
-same.
+nearer to a code. What counts is the error of the product, so squared errors are weighted by the
+mean square of the activation that each input channel was seen to have; without a calibration all
+count the same.
 """
 
 from __future__ import annotations

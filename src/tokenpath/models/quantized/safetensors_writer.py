@@ -1,4 +1,4 @@
-"""Writes safetensors one tensor after the other: the header first, so that nothing waits in memory."""
+"""Writes safetensors tensor by tensor: the header first, so that nothing waits in memory."""
 
 from __future__ import annotations
 
