@@ -32,7 +32,8 @@ def pack_rows(codes: np.ndarray, bits: int) -> torch.Tensor:
     stream = (codes[..., None].astype(np.int64) >> np.arange(bits)) & 1
     stream = stream.reshape(len(codes), -1)
     stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32))).astype(np.uint8)
-    return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view("<i4").copy())
+    packed_bits = np.ascontiguousarray(np.packbits(stream, axis=1, bitorder="little"))
+    return torch.from_numpy(packed_bits.view("<i4").copy())
 
 
 def by_groups(

@@ -14,10 +14,11 @@ from reference import VOCAB, reference_logits, saved, small_reference
 from safetensors import safe_open
 from test_quantized_formats import FORMATS, TOKENS, expected_logits, logits_of
 
-from tokenpath.engine.calibration import channel_strengths
+from tokenpath.engine.calibration import channel_activity
 from tokenpath.models import disk
 from tokenpath.models.local import open_model
 from tokenpath.models.quantized import folder as folders
+from tokenpath.models.quantized.feedback import round_with_feedback
 from tokenpath.models.quantized.folder import write_folder
 from tokenpath.models.quantized.recipe import entries, recipe_for, tensors
 from tokenpath.models.quantized.rounding import SHRINKS, round_groups
@@ -217,6 +218,43 @@ def test_channels_that_matter_are_kept_better():
     assert SHRINKS[0] == 1.0
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_feedback_lowers_the_error_of_the_product(symmetric):
+    """With inputs that go together, as activations do, errors can be made up for."""
+    weight = drawn(1, 48, 96)
+    inputs = drawn(2, 400, 24) @ drawn(3, 24, 96) + 0.1 * drawn(4, 400, 96)
+    products = inputs.t() @ inputs / len(inputs)
+    options = {
+        "bits": 4,
+        "group": 32,
+        "symmetric": symmetric,
+        "scale_dtype": torch.bfloat16,
+    }
+    plain = round_groups(weight, importance=products.diagonal(), **options)
+    mended = round_with_feedback(weight, products, **options)
+    assert mended.codes.shape == weight.shape
+    assert int(mended.codes.max()) <= 15
+    errors = [
+        float(((found.dequantize() - weight) @ inputs.t()).square().sum())
+        for found in (plain, mended)
+    ]
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_feedback_needs_products_that_are_numbers():
+    products = torch.eye(32)
+    products[3, 3] = torch.nan
+    with pytest.raises(ValueError, match="no finite products"):
+        round_with_feedback(
+            drawn(1, 4, 32),
+            products,
+            bits=4,
+            group=32,
+            symmetric=False,
+            scale_dtype=torch.bfloat16,
+        )
+
+
 def test_zeros_and_single_values_come_back():
     weight = torch.zeros(4, 64)
     weight[1] = 0.75
@@ -232,7 +270,7 @@ def test_strengths_are_the_mean_squares_of_what_layers_are_given(tmp_path):
     reference = small_reference("gemma3")
     model = saved(reference, tmp_path)
     windows = [TOKENS[:40], TOKENS[40:90]]
-    found = channel_strengths(model, windows, dtype=torch.float32)
+    found = channel_activity(model, windows, dtype=torch.float32, widest=64)
     seen = {}
 
     def note(name):
@@ -252,9 +290,13 @@ def test_strengths_are_the_mean_squares_of_what_layers_are_given(tmp_path):
     for hook in hooks:
         hook.remove()
     assert found.keys() == linears.keys()
-    for name, strengths in found.items():
-        expected = torch.cat(seen[name]).square().mean(0)
-        torch.testing.assert_close(strengths, expected, rtol=1e-3, atol=1e-5)
+    for name, activity in found.items():
+        inputs = torch.cat(seen[name])
+        expected = inputs.square().mean(0)
+        if activity.dim() == 2:
+            expected = inputs.t() @ inputs / len(inputs)
+        torch.testing.assert_close(activity, expected, rtol=1e-3, atol=1e-4)
+    assert {activity.dim() for activity in found.values()} == {1, 2}
 
 
 def test_a_calibrated_model_answers_more_like_its_source(tmp_path):
@@ -263,9 +305,13 @@ def test_a_calibrated_model_answers_more_like_its_source(tmp_path):
     model = saved(reference, tmp_path / "source")
     generator = torch.Generator().manual_seed(2)
     texts = torch.randint(VOCAB, (6, 200), generator=generator).tolist()
-    strengths = channel_strengths(model, texts[:4], dtype=torch.float32)
+    strengths, products = (
+        channel_activity(model, texts[:4], dtype=torch.float32, widest=widest)
+        for widest in (0, 4096)
+    )
     quantized(model, tmp_path / "plain")
-    quantized(model, tmp_path / "calibrated", importance=strengths)
+    quantized(model, tmp_path / "weighted", importance=strengths)
+    quantized(model, tmp_path / "feedback", importance=products)
 
     def distance(folder):
         meant = small_reference.__wrapped__("llama")
@@ -280,7 +326,10 @@ def test_a_calibrated_model_answers_more_like_its_source(tmp_path):
             total += float((wanted.exp() * (wanted - found)).sum())
         return total
 
-    assert distance(tmp_path / "calibrated") < distance(tmp_path / "plain")
+    plain, weighted, feedback = (
+        distance(tmp_path / name) for name in ("plain", "weighted", "feedback")
+    )
+    assert feedback < weighted < plain
 
 
 def test_a_config_of_another_quantization_does_not_survive(tmp_path):

@@ -1,8 +1,9 @@
-"""Reads a text with a model and notes how strongly each input channel of each matrix is driven.
+"""Reads a text with a model and notes what the input channels of each matrix do.
 
-The mean square of a channel's activation is what a squared error of its weights counts in the
-product: the diagonal of the Hessian that quantization to few bits goes by. The model runs through
-its own family and plain torch kernels; only what stands before each product is added.
+The mean products of channels' activations are what an error of the weights costs in the product of
+the two: the Hessian that quantization to few bits goes by. Of wide matrices only its diagonal is
+noted, the mean squares. The model runs through its own family and plain torch kernels; only what
+stands before each product is added.
 """
 
 from __future__ import annotations
@@ -27,24 +28,32 @@ from tokenpath.policy.sequence import Chunk, StepPlan
 from tokenpath.policy.sequence import Sequence as TokenSequence
 
 _BLOCK_TOKENS = 16
+PRODUCTS_BYTES = 2 << 30
+"""Most memory for products of channels. What they would take beyond it is noted as squares."""
+WIDEST = 4096
+"""Input channels, of which all products are noted; more cost more time than they are worth."""
 
 
 @dataclass(slots=True)
 class Moments:
-    """Squares of a matrix' input channels, summed over tokens."""
+    """Products of a matrix' input channels, summed over tokens; or their squares only."""
 
-    squares: torch.Tensor
-    """float64 [K]"""
+    sums: torch.Tensor
+    """float32 [K, K], or [K] of squares."""
     tokens: int = 0
 
     def add(self, x: torch.Tensor) -> None:
         """Note activations [T, K]."""
-        self.squares += x.float().square().sum(0)
+        wide = x.float()
+        if self.sums.dim() == 1:
+            self.sums += wide.square().sum(0)
+        else:
+            self.sums.addmm_(wide.t(), wide)
         self.tokens += len(x)
 
     def mean(self) -> torch.Tensor:
-        """float32 [K]: the mean square of each channel."""
-        return (self.squares / max(self.tokens, 1)).float()
+        """float32, of the sums' shape and in their place; nothing can be added after it."""
+        return self.sums.div_(max(self.tokens, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ class _WatchingLoader:
     """A ``WeightLoader`` whose matrices note what they are given."""
 
     loader: CheckpointLoader
+    widest: int
     found: dict[str, Moments] = field(default_factory=dict)
 
     @property
@@ -79,12 +89,23 @@ class _WatchingLoader:
         return self.loader.dtype
 
     def linear(self, names: Seq[str], rows: Seq[int], columns: int, *, bias: bool) -> Linear:
-        moments = Moments(torch.zeros(columns, dtype=torch.float64))
+        noted = sum(moments.sums.nbytes for moments in self._moments().values())
+        fits = noted + 4 * columns * columns <= PRODUCTS_BYTES
+        shape = (columns, columns) if columns <= self.widest and fits else (columns,)
+        moments = Moments(torch.zeros(shape))
         self.found.update(dict.fromkeys(names, moments))
         return _Watched(self.loader.linear(names, rows, columns, bias=bias), moments)
 
     def gate_up(self, names: tuple[str, str], rows: int, columns: int, *, bias: bool) -> Linear:
         return self.linear(names, (rows, rows), columns, bias=bias)
+
+    def activity(self) -> dict[str, torch.Tensor]:
+        """What was noted, by module; modules with one input share a tensor."""
+        means = {key: moments.mean() for key, moments in self._moments().items()}
+        return {name: means[id(moments)] for name, moments in self.found.items()}
+
+    def _moments(self) -> dict[int, Moments]:
+        return {id(moments): moments for moments in self.found.values()}
 
     def table(self, name: str, rows: int, columns: int) -> Table:
         return self.loader.table(name, rows, columns)
@@ -97,24 +118,28 @@ class _WatchingLoader:
 
 
 @torch.inference_mode()
-def channel_strengths(
+def channel_activity(
     model: LocalModel,
     windows: Iterable[Sequence[int]],
     *,
     dtype: torch.dtype,
+    widest: int = WIDEST,
     loading: Progress | None = None,
     reading: Callable[[int], None] = lambda _number: None,
 ) -> dict[str, torch.Tensor]:
-    """Mean squares float32 [K] of the input channels of every matrix, by its module's name.
+    """What the input channels of every matrix do, by its module's name.
 
-    Each window of token ids is read as a text of its own, in one step; ``reading`` is called with
-    its number before. Raises ``ModelFileError`` and ``ModelUnsupportedError`` as loading does.
+    Float32 mean products [K, K] of matrices of at most ``widest`` channels, mean squares [K] of
+    the others; modules with one input share a tensor. Each window of token ids is read as a text
+    of its own, in one step; ``reading`` is called with its number before. Raises
+    ``ModelFileError`` and ``ModelUnsupportedError`` as loading does.
     """
     texts = [list(window) for window in windows]
     backend = TorchBackend(dtype, "cpu")
-    loader = _WatchingLoader(CheckpointLoader(model, backend, dtype, "cpu", loading))
+    checkpoint = CheckpointLoader(model, backend, dtype, "cpu", loading)
+    loader = _WatchingLoader(checkpoint, widest)
     decoder = find_family(model.config).build(model.config, loader)
-    loader.loader.finish()
+    checkpoint.finish()
     angles = rotaries(model.config, "cpu")
     blocks = -(-max(map(len, texts), default=1) // _BLOCK_TOKENS)
     kv_dtype: KvDtype = "float32" if dtype == torch.float32 else "bfloat16"
@@ -136,4 +161,4 @@ def channel_strengths(
                 cache=cache,
             )
         )
-    return {name: moments.mean() for name, moments in loader.found.items()}
+    return loader.activity()

@@ -22,7 +22,7 @@ from tokenpath.bench.perplexity.windows import beginning, cut
 from tokenpath.bench.quantize.report import FORMAT, Calibration, QuantizeReport, Row
 from tokenpath.config.paths import cache_dir
 from tokenpath.config.spec import EngineSettings
-from tokenpath.engine.calibration import channel_strengths
+from tokenpath.engine.calibration import WIDEST, channel_activity
 from tokenpath.engine.precision import settle_dtype, torch_dtype
 from tokenpath.models.local import LocalModel, open_model
 from tokenpath.models.memory import Dtype
@@ -31,7 +31,6 @@ from tokenpath.models.quantized.recipe import Target, recipe_for
 from tokenpath.protocol.errors import SpecError
 
 CALIBRATION_TOKENS = 8192
-"""Twice as many change the strengths of channels by less than rounding notices."""
 _CALIBRATION_WINDOW = 512
 _SPEED = Decode(1, 64)
 _SCORED_STEP_TOKENS = 256
@@ -70,15 +69,15 @@ def run(
     model = open_source(source, reporter.pulling)
     recipe = recipe_for(model, target, symmetric=symmetric)
     started = time.perf_counter()
-    strengths: dict[str, torch.Tensor] = {}
+    activity: dict[str, torch.Tensor] = {}
     calibration = None
     if calibrate is not None:
-        strengths, calibration = _calibrated(model, calibrate, reporter)
+        activity, calibration = _calibrated(model, calibrate, target, reporter)
     told = f"rounding to {target}"
     write_folder(
         model,
         recipe,
-        strengths,
+        activity,
         out,
         cache=cache_dir(),
         progress=lambda fraction: reporter.loading(told, fraction),
@@ -113,7 +112,7 @@ def run(
 
 
 def _calibrated(
-    model: LocalModel, text: Part, reporter: Reporter
+    model: LocalModel, text: Part, target: Target, reporter: Reporter
 ) -> tuple[dict[str, torch.Tensor], Calibration]:
     tokenizer = model.tokenizer()
     ids = tokenizer.encode(text.text, add_special=False)
@@ -127,15 +126,16 @@ def _calibrated(
         )
     held = settle_dtype("auto", "cpu", native=False)
     started = time.perf_counter()
-    strengths = channel_strengths(
+    activity = channel_activity(
         model,
         windows,
         dtype=torch_dtype(held),
+        widest=WIDEST if target == "int4" else 0,  # 8 bits leave little to make up for
         loading=reporter.loading,
         reading=lambda number: reporter.say(f"calibrating: window {number} of {len(windows)}"),
     )
     gc.collect()  # the weights in bfloat16, before others are made
-    return strengths, Calibration(
+    return activity, Calibration(
         file=text.name,
         tokens=sum(map(len, windows)),
         seconds=time.perf_counter() - started,

@@ -37,7 +37,7 @@ def check_target(folder: Path) -> None:
 def write_folder(
     model: LocalModel,
     recipe: Recipe,
-    importance: Mapping[str, torch.Tensor],
+    activity: Mapping[str, torch.Tensor],
     folder: Path,
     *,
     cache: Path,
@@ -45,7 +45,7 @@ def write_folder(
 ) -> None:
     """Quantize a model into a folder that does not exist yet.
 
-    ``importance`` is as ``tensors`` takes it; ``cache`` keeps what is slow to derive of a GGUF's
+    ``activity`` is as ``tensors`` takes it; ``cache`` keeps what is slow to derive of a GGUF's
     tokenizer. Whatever goes wrong, or is interrupted, nothing is left behind. Raises ``ModelError``
     (one of its leaves), also for a disk that is full.
     """
@@ -60,7 +60,7 @@ def write_folder(
             try:
                 _write_small_files(model, staged, cache)
                 hf_export.write_json(staged / CONFIG, config)
-                write_safetensors(staged, planned, tensors(model, recipe, importance, progress))
+                write_safetensors(staged, planned, tensors(model, recipe, activity, progress))
                 staged.chmod(_RIGHTS)
                 disk.sync_folder(staged)
                 staged.rename(folder)

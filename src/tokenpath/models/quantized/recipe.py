@@ -15,6 +15,7 @@ import torch
 
 from tokenpath.models.layout import HEAD, TensorInfo
 from tokenpath.models.local import LocalModel
+from tokenpath.models.quantized.feedback import round_with_feedback
 from tokenpath.models.quantized.rounding import GroupCodes, round_groups
 from tokenpath.models.quantized.safetensors_writer import Entry
 from tokenpath.models.quantized.words import pack
@@ -24,6 +25,8 @@ from tokenpath.protocol.errors import ModelFileError
 Target = Literal["int8", "int4"]
 GROUP = 32
 _PER_WORD = 8
+_PRODUCTS = 2
+"""Dimensions of a module's activity, where channels' products were noted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +125,14 @@ def _entries_of(module: str, info: TensorInfo, recipe: Recipe) -> list[Entry]:
 def tensors(
     model: LocalModel,
     recipe: Recipe,
-    importance: Mapping[str, torch.Tensor],
+    activity: Mapping[str, torch.Tensor],
     progress: Callable[[float], None],
 ) -> Iterator[torch.Tensor]:
     """The tensors of ``entries``, each made when it is asked for.
 
-    ``importance`` has what input channels count, by module; one that is not in it counts them all
-    alike. Raises as ``read_tensor``, and ``ModelFileError`` for weights that are not finite.
+    ``activity`` has, by module, the mean squares [K] of its input channels, or their mean products
+    [K, K]; a module that is not in it counts them all alike. Raises as ``read_tensor``, and
+    ``ModelFileError`` for weights that are not finite.
     """
     floats = torch.bfloat16 if recipe.float_dtype == "BF16" else torch.float16
     total = sum(info.elements for info in model.tensors.values())
@@ -137,7 +141,7 @@ def tensors(
         tensor = read_tensor(model, name)
         module = name.removesuffix(".weight")
         if module in recipe.modules:
-            yield from _rounded(model, module, tensor.float(), recipe, floats, importance)
+            yield from _rounded(model, module, tensor.float(), recipe, floats, activity.get(module))
         else:
             yield tensor.to(floats)
         done += info.elements
@@ -150,21 +154,44 @@ def _rounded(
     weight: torch.Tensor,
     recipe: Recipe,
     floats: torch.dtype,
-    importance: Mapping[str, torch.Tensor],
+    activity: torch.Tensor | None,
 ) -> Iterator[torch.Tensor]:
-    int8 = recipe.target == "int8"
+    products = activity if activity is not None and activity.dim() == _PRODUCTS else None
+    strengths = activity if products is None else products.diagonal()
     try:
-        found = round_groups(
-            weight,
-            bits=8 if int8 else 4,
-            group=weight.shape[1] if int8 else GROUP,
-            symmetric=recipe.symmetric,
-            scale_dtype=torch.float32 if int8 else floats,
-            importance=importance.get(module),
-        )
+        if recipe.target == "int8":
+            yield from _int8(
+                round_groups(
+                    weight,
+                    bits=8,
+                    group=weight.shape[1],
+                    symmetric=True,
+                    scale_dtype=torch.float32,
+                    importance=strengths,
+                )
+            )
+            return
+        if products is None:
+            found = round_groups(
+                weight,
+                bits=4,
+                group=GROUP,
+                symmetric=recipe.symmetric,
+                scale_dtype=floats,
+                importance=strengths,
+            )
+        else:
+            found = round_with_feedback(
+                weight,
+                products,
+                bits=4,
+                group=GROUP,
+                symmetric=recipe.symmetric,
+                scale_dtype=floats,
+            )
     except ValueError as error:
         raise ModelFileError(f"{model.path}: {module}.weight cannot be rounded: {error}") from None
-    yield from _int8(found) if int8 else _int4(found, symmetric=recipe.symmetric)
+    yield from _int4(found, symmetric=recipe.symmetric)
 
 
 def _int8(found: GroupCodes) -> Iterator[torch.Tensor]:

@@ -63,7 +63,7 @@ def round_groups(
     step = max(1, _WEIGHTS_AT_A_TIME // columns)
     parts = [
         _search(part.view(len(part), -1, group), counts, bits, scale_dtype, symmetric=symmetric)
-        for part in weight.split(step)
+        for part in torch.split(weight, step)
     ]
     codes, scale, zero = (torch.cat(part) for part in zip(*parts, strict=True))
     return GroupCodes(codes.view(rows, columns), scale, zero)

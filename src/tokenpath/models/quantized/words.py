@@ -32,7 +32,8 @@ def unpack(
     if missing:
         padding = (0, missing) if axis == 1 else (0, 0, 0, missing)
         words = torch.nn.functional.pad(words, padding)
-    planes = words.unflatten(axis, (-1, span)).unbind(axis + 1)
+    shape = (*words.shape[:axis], -1, span, *words.shape[axis + 1 :])
+    planes = words.reshape(shape).unbind(axis + 1)
     codes = [_code(planes, place * bits, bits) for place in range(span * WORD // bits)]
     if order is not None:
         codes = [codes[place] for place in order]
