@@ -74,4 +74,5 @@ def _inverse_factor(products: torch.Tensor) -> torch.Tensor:
     if failed or not lower.isfinite().all():
         raise ValueError("the calibration's activations have no finite products")
     inverse = torch.cholesky_inverse(lower)
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    upper: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return upper.float()
