@@ -192,6 +192,7 @@ def test_searched_scales_are_never_worse_than_the_range(seed, rows, bits, symmet
     assert found.scale.dtype == dtype
     assert int(found.codes.max()) < 1 << bits
     counted = importance.clamp(min=float(importance.mean()) * 1e-3 + 1e-30)
+    counted = counted * (weight.square().mean(1, keepdim=True).sqrt() + weight.abs())
     low, high = (f(weight.view(rows, 3, 32), -1) for f in (torch.amin, torch.amax))
     low, high = low.clamp(max=0), high.clamp(min=0)
     top, middle = (1 << bits) - 1, float(1 << (bits - 1))

@@ -141,7 +141,11 @@ def tensors(
         tensor = read_tensor(model, name)
         module = name.removesuffix(".weight")
         if module in recipe.modules:
-            yield from _rounded(model, module, tensor.float(), recipe, floats, activity.get(module))
+            try:
+                found = _rounded(tensor.float(), recipe, floats, activity.get(module))
+            except ValueError as error:
+                raise ModelFileError(f"{model.path}: {name} cannot be rounded: {error}") from None
+            yield from _int8(found) if recipe.target == "int8" else _int4(found, recipe)
         else:
             yield tensor.to(floats)
         done += info.elements
@@ -149,49 +153,37 @@ def tensors(
 
 
 def _rounded(
-    model: LocalModel,
-    module: str,
-    weight: torch.Tensor,
-    recipe: Recipe,
-    floats: torch.dtype,
-    activity: torch.Tensor | None,
-) -> Iterator[torch.Tensor]:
+    weight: torch.Tensor, recipe: Recipe, floats: torch.dtype, activity: torch.Tensor | None
+) -> GroupCodes:
+    """Raises ``ValueError`` as ``round_groups`` and ``round_with_feedback``."""
     products = activity if activity is not None and activity.dim() == _PRODUCTS else None
     strengths = activity if products is None else products.diagonal()
-    try:
-        if recipe.target == "int8":
-            yield from _int8(
-                round_groups(
-                    weight,
-                    bits=8,
-                    group=weight.shape[1],
-                    symmetric=True,
-                    scale_dtype=torch.float32,
-                    importance=strengths,
-                )
-            )
-            return
-        if products is None:
-            found = round_groups(
-                weight,
-                bits=4,
-                group=GROUP,
-                symmetric=recipe.symmetric,
-                scale_dtype=floats,
-                importance=strengths,
-            )
-        else:
-            found = round_with_feedback(
-                weight,
-                products,
-                bits=4,
-                group=GROUP,
-                symmetric=recipe.symmetric,
-                scale_dtype=floats,
-            )
-    except ValueError as error:
-        raise ModelFileError(f"{model.path}: {module}.weight cannot be rounded: {error}") from None
-    yield from _int4(found, symmetric=recipe.symmetric)
+    if recipe.target == "int8":
+        return round_groups(
+            weight,
+            bits=8,
+            group=weight.shape[1],
+            symmetric=True,
+            scale_dtype=torch.float32,
+            importance=strengths,
+        )
+    if products is None:
+        return round_groups(
+            weight,
+            bits=4,
+            group=GROUP,
+            symmetric=recipe.symmetric,
+            scale_dtype=floats,
+            importance=strengths,
+        )
+    return round_with_feedback(
+        weight,
+        products,
+        bits=4,
+        group=GROUP,
+        symmetric=recipe.symmetric,
+        scale_dtype=floats,
+    )
 
 
 def _int8(found: GroupCodes) -> Iterator[torch.Tensor]:
@@ -199,9 +191,9 @@ def _int8(found: GroupCodes) -> Iterator[torch.Tensor]:
     yield found.scale
 
 
-def _int4(found: GroupCodes, *, symmetric: bool) -> Iterator[torch.Tensor]:
+def _int4(found: GroupCodes, recipe: Recipe) -> Iterator[torch.Tensor]:
     yield pack(found.codes, 4)
     yield found.scale
     yield torch.tensor(found.codes.shape)
-    if not symmetric:
+    if not recipe.symmetric:
         yield pack(found.zero.t().contiguous(), 4).t().contiguous()
