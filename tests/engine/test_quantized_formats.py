@@ -341,6 +341,7 @@ def test_the_kernels_have_the_weights_that_are_meant(name, bits, tmp_path):
 @needs_native
 @pytest.mark.parametrize("name", ["gptq-4bit-asym", "awq", "ct-w4a16", "gptq-3bit"])
 def test_codes_that_are_taken_over_cost_less_than_rounding_again(name, tmp_path):
+    """Most where the codes do not reach both ends of their range, as symmetric ones do not."""
     meant = write(reference_of("llama"), tmp_path / "quantized", FORMATS[name])
     saved(meant, tmp_path / "floats")
     expected = expected_logits(meant)
@@ -348,7 +349,8 @@ def test_codes_that_are_taken_over_cost_less_than_rounding_again(name, tmp_path)
         torch.nn.functional.cosine_similarity(native_logits(tmp_path / part, 4), expected).min()
         for part in ("quantized", "floats")
     )
-    assert 1 - taken < 0.5 * (1 - again)
+    symmetric = name in {"ct-w4a16", "gptq-3bit"}
+    assert 1 - taken < (0.5 if symmetric else 1.0) * (1 - again)
 
 
 @pytest.fixture
