@@ -138,6 +138,9 @@ class ScriptedCore:
         self.integrity_checks += 1
         assert not self.live
 
+    def close(self) -> None:
+        self.closed = True
+
 
 def script(path: Path, progress) -> ScriptedCore:
     progress("weights", 0.5)
