@@ -247,7 +247,7 @@ def rewrite(path: Path, seal: Seal, name) -> None:
     """A sound file, only not of this block."""
     path.unlink()
     payload = contents(name)
-    seal = Seal(seal.fingerprint, seal.identity, seal.parent, checksum(payload))
+    seal = Seal(seal.fingerprint, seal.identity, seal.parent, checksum(payload.data))
     write_block(path, seal, payload)
 
 
@@ -304,16 +304,16 @@ def test_a_damaged_file_is_never_used(pool, tmp_path, caplog, damage, restarted)
     save(tiers, pool, names)
     settle(tiers)
     assert fetch(tiers, pool, names) == 2
-    assert fetch(tiers, pool, other) == 6 or restarted
+    assert fetch(tiers, pool, other) == 4, "as many as the host has slots"
 
 
 def test_every_single_flipped_byte_is_found(tmp_path):
     (name,) = chain(1)
     payload, path = contents(name), tmp_path / "block"
-    write_block(path, Seal(FINGERPRINT, name.identity, name.parent, checksum(payload)), payload)
+    write_block(path, Seal(FINGERPRINT, name.identity, name.parent, checksum(payload.data)), payload)
     data, into = path.read_bytes(), contents(name).copy()
     known = {"fingerprint": FINGERPRINT, "identity": name.identity, "parent": name.parent}
-    assert read_block(path, into, **known) == checksum(payload)
+    assert read_block(path, into, **known) == checksum(payload.data)
     for at in range(len(data)):
         path.write_bytes(data[:at] + bytes([data[at] ^ 0x80]) + data[at + 1 :])
         with pytest.raises(DamagedBlockError):
@@ -576,25 +576,24 @@ class TiersMachine(RuleBasedStateMachine):
     def leave_while_reading(self, prefix):
         self.tiers.bring(prefix[: len(self.tiers.find(prefix))])
 
-    @rule(data=st.data())
-    def damage_file(self, data):
+    # Drawn as numbers: what there is to be damaged depends on the disk's threads.
+
+    @rule(which=st.integers(0, 99), at=st.integers(0, FILE_BYTES - 1), cut=st.booleans())
+    def damage_file(self, which, at, cut):
         found = files(Path(self.folder.name))
         if found:
-            path = data.draw(st.sampled_from(found))
+            path = found[which % len(found)]
             with contextlib.suppress(FileNotFoundError):  # it may be evicted meanwhile
                 content = bytearray(path.read_bytes())
-                if content:
-                    content[data.draw(st.integers(0, len(content) - 1))] ^= 0x10
-                    path.write_bytes(content[: data.draw(st.sampled_from([len(content), 500]))])
+                content[at % len(content)] ^= 0x10
+                path.write_bytes(content[:at] if cut else content)
 
-    @rule(data=st.data())
-    def damage_memory(self, data):
+    @rule(which=st.integers(0, 99), at=st.integers(0, BLOCK_BYTES - 1))
+    def damage_memory(self, which, at):
         settle(self.tiers)
         held = list(self.tiers._host.values())
         if held:
-            slot = data.draw(st.sampled_from(range(len(held))))
-            row = self.tiers._arena.row(held[slot].slot)
-            row[data.draw(st.integers(0, BLOCK_BYTES - 1))] ^= 2
+            self.tiers._arena.row(held[which % len(held)].slot)[at] ^= 2
 
     @rule()
     @precondition(lambda self: hasattr(self, "tiers"))

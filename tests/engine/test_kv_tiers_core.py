@@ -16,7 +16,7 @@ from engine_fakes import (
     request,
     run_all,
 )
-from tier_helpers import FINGERPRINT, files
+from tier_helpers import FINGERPRINT, files, settle
 
 from tokenpath.engine.kv_tiers.folder import open_folder
 from tokenpath.engine.kv_tiers.tiers import KvTiers
@@ -74,7 +74,8 @@ def test_outputs_are_those_without_tiers(place, seed, tmp_path):
         for _ in range(number % 4):
             collector.take(core.step())
             core.check_integrity()
-        if number % 15 == 0:
+        settle(core._tiers)
+        if number % 5 == 0:
             run_all(core, collector)
     run_all(core, collector)
     cached = 0
@@ -93,11 +94,12 @@ def test_outputs_are_those_without_tiers(place, seed, tmp_path):
 
 def on_disk(tmp_path):
     """A core whose pool and host have forgotten ``LONG``, which is on the disk."""
-    core = make_core(num_blocks=16, make_tiers=tiers_of(tmp_path, host=4))
+    core = make_core(num_blocks=16, make_tiers=tiers_of(tmp_path, host=4), max_step_tokens=8)
     for number, prompt in enumerate((LONG, *([n] * 30 for n in range(1, 9)))):
         core.submit(request(f"before {number}", prompt, max_tokens=1))
-        run_all(core)
-        core._tiers._io.wait(5)
+        while core.has_work():
+            core.step()
+            settle(core._tiers)
     return core
 
 

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from reference import SMALL_MODELS, VOCAB, saved, small_reference
+from tier_helpers import settle
 
 from tokenpath import Engine, SamplingParams
 from tokenpath.config.spec import EngineSettings, KvTierSettings
@@ -81,14 +82,16 @@ def test_a_block_goes_out_and_comes_back_bit_by_bit(model, kind):
 def workload(seed: int) -> list[tuple[list[int], str, int]]:
     """Prompts with shared beginnings, their salts, and the steps until the next comes."""
     rng = random.Random(seed)
-    beginnings = [[rng.randrange(VOCAB) for _ in range(BLOCK * rng.randrange(1, 6))] for _ in "abc"]
+    beginnings = [
+        [rng.randrange(VOCAB) for _ in range(BLOCK * rng.randrange(2, 6))] for _ in range(5)
+    ]
     return [
         (
-            rng.choice(beginnings) + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))],
+            beginnings[number % 5] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))],
             rng.choice(["", "", "tenant"]),
-            rng.randrange(3),
+            rng.randrange(6),
         )
-        for _ in range(24)
+        for number in range(30)
     ]
 
 
@@ -114,9 +117,9 @@ def outputs(runner: ModelRunner, tiers: KvTiers | None, work) -> list[list[int]]
             steps = 1
         for _ in range(steps):
             plan = scheduler.plan()
+            if tiers is not None:
+                settle(tiers)  # these models compute faster than any disk
             if not plan.chunks:
-                if tiers is not None:
-                    tiers.wait(0.01)
                 continue
             rows = runner.run(plan)
             sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
@@ -133,28 +136,25 @@ def outputs(runner: ModelRunner, tiers: KvTiers | None, work) -> list[list[int]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", ["host", "disk"])
-def test_outputs_are_those_without_tiers(model, kind, place, tmp_path, monkeypatch):
+def test_outputs_are_those_without_tiers(model, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(KvTiers, "costs", lambda self: Costs(None))
-    work = workload(hash(place) % 1000)
+    work = workload(1)
     runner = runner_of(model, **kind)
     plain = outputs(runner, None, work)
-    block = runner.copier().block_bytes
-    settings = KvTierSettings(
-        host_bytes=block * (60 if place == "host" else 8),
-        disk_bytes=0 if place == "host" else 1 << 26,
-        disk_path=str(tmp_path),
-        step_bytes=3 * block,
-    )
-    runner = runner_of(model, **kind)
-    tiers = make_tiers(
-        settings, runner.copier(), model=model, name="m", dtype="x", block_tokens=BLOCK
-    )
-    assert outputs(runner, tiers, work) == plain
-    assert tiers._counts.restored > 5
-    assert tiers._counts.corrupt == 0
-    assert bool(tiers._counts.disk_hits) == (place == "disk")
-    tiers.close()
+    copier = runner.copier()
+    for host, disk_bytes in ((60, 0), (8, 1 << 26)):
+        settings = KvTierSettings(
+            host_bytes=copier.block_bytes * host,
+            disk_bytes=disk_bytes,
+            disk_path=str(tmp_path),
+            step_bytes=3 * copier.block_bytes,
+        )
+        tiers = make_tiers(settings, copier, model=model, name="m", dtype="x", block_tokens=BLOCK)
+        assert outputs(runner, tiers, work) == plain
+        assert tiers._counts.restored > 10
+        assert tiers._counts.corrupt == 0
+        assert (tiers._counts.disk_hits > 10) == bool(disk_bytes)
+        tiers.close()
 
 
 def test_fingerprints_tell_everything_apart_that_changes_a_block(model, tmp_path_factory):
@@ -164,7 +164,9 @@ def test_fingerprints_tell_everything_apart_that_changes_a_block(model, tmp_path
         copier = runner_of(model, **kind).copier()
         for dtype in ("int8", "int4"):
             seen.add(fingerprint_of(model, copier, dtype=dtype))
-    assert len(seen) == 2 * (4 if native_module() else 2), "int4 and int8 weights have one KV layout"
+    assert len(seen) == 2 * (4 if native_module() else 2), (
+        "int4 and int8 weights have one KV layout"
+    )
     copier = runner_of(model, dtype=torch.float32).copier()
     assert fingerprint_of(model, copier, dtype="x") == fingerprint_of(model, copier, dtype="x")
     torch.manual_seed(1)
@@ -181,7 +183,12 @@ def test_budgets_that_hold_no_block_are_refused(model):
         sizes = {"host_bytes": 1 << 30, "disk_bytes": 1 << 30, key: copier.block_bytes - 1}
         with pytest.raises(SpecError, match=f"kv_tiers.{key} is .* one block of 16 tokens takes"):
             make_tiers(
-                KvTierSettings(**sizes), copier, model=model, name="m", dtype="x", block_tokens=BLOCK
+                KvTierSettings(**sizes),
+                copier,
+                model=model,
+                name="m",
+                dtype="x",
+                block_tokens=BLOCK,
             )
 
 
@@ -219,7 +226,10 @@ def test_gemma_is_restarted_and_remembers(gemma_path, tmp_path, monkeypatch):
 @pytest.mark.real_model
 def test_tiers_without_a_prefix_cache_are_refused(gemma_path):
     settings = EngineSettings(
-        prefix_cache=False, threads=1, kv_cache_tokens=64, kv_tiers=KvTierSettings(host_bytes=1 << 26)
+        prefix_cache=False,
+        threads=1,
+        kv_cache_tokens=64,
+        kv_tiers=KvTierSettings(host_bytes=1 << 26),
     )
     with pytest.raises(SpecError, match="kv_tiers keep prefixes, but prefix_cache is off"):
         build_engine(open_model(gemma_path), settings, name="gemma")
@@ -227,7 +237,7 @@ def test_tiers_without_a_prefix_cache_are_refused(gemma_path):
 
 def test_memory_for_the_host_counts(model):
     settings = EngineSettings(kv_tiers=KvTierSettings(host_bytes=8 << 30), dtype="float32")
-    with pytest.raises(Exception, match="kv_tiers.host_bytes"):
+    with pytest.raises(Exception, match=r"kv_tiers\.host_bytes"):
         build_engine(model, settings, name="m", available_bytes=lambda: 4 << 30)
 
 

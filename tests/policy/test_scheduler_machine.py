@@ -58,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def tiers(self):
         """What keeps evicted blocks; ``test_tiers_machine`` has some."""
-        return None
+        return
 
     def waits(self):
         """Whether a plan may have nothing to compute."""

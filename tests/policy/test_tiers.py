@@ -115,11 +115,11 @@ class Bench:
 PROMPT = list(range(11))
 
 
-def evicted(**options):
+def evicted(*, blocks=8, **options):
     """A bench on which ``PROMPT`` was computed and then pushed out of the pool."""
-    bench = Bench(**options)
+    bench = Bench(blocks=blocks, **options)
     bench.run("first", PROMPT)
-    bench.run("other", range(100, 115))
+    bench.run("other", range(100, 100 + BLOCK * blocks - 1))
     assert len(bench.tiers.host) >= 5
     return bench
 
@@ -142,7 +142,6 @@ def test_another_salt_or_adapter_finds_nothing():
 
 def test_restoring_is_spread_over_steps_and_others_decode_meanwhile():
     bench = evicted(blocks=16)
-    bench.run("more", range(200, 230))
     bench.tiers.per_step = 2
     bench.scheduler.add("stream", [1, 2, 3], max_tokens=10)
     bench.step()
@@ -153,7 +152,6 @@ def test_restoring_is_spread_over_steps_and_others_decode_meanwhile():
 
 def test_equal_prefixes_at_once_are_restored_once():
     bench = evicted(blocks=16)
-    bench.run("more", range(200, 230))
     bench.tiers.per_step = 2
     before = bench.tiers.restored
     for name in "abc":
@@ -227,17 +225,19 @@ def test_what_is_not_worth_it_is_computed_and_told():
     assert bench.tiers.restored == 0
 
 
-def test_a_preempted_sequence_comes_back_from_the_tiers():
+def test_a_preempted_sequence_comes_back_from_the_tiers_and_counts_once():
     bench = Bench(blocks=8, budget=16)
-    low = bench.scheduler.add("low", range(8), max_tokens=6, priority=1)
+    low = bench.scheduler.add("low", range(4), max_tokens=8, priority=1)
     bench.step()
-    bench.scheduler.add("high", range(50, 57), max_tokens=8)
-    while bench.scheduler.get("high").output_tokens < 8:
+    bench.scheduler.add("high", range(50, 53), max_tokens=12)
+    while bench.scheduler.get("high").output_tokens < 12:
         bench.step()
     bench.scheduler.finish("high")
     assert low.preemptions == 1
-    cached = low.cached_prompt_tokens
-    restored = bench.tiers.restored
-    bench.step()
-    assert low.cached_prompt_tokens == cached
-    assert bench.tiers.restored > restored or low.computed >= 8
+    tokens = len(low.token_ids)
+    restored, cached = bench.tiers.restored, bench.scheduler.cached_prompt_tokens_total
+    computed = bench.step()["low"]
+    assert bench.tiers.restored > restored
+    assert computed < tokens
+    assert low.cached_prompt_tokens == 0
+    assert bench.scheduler.cached_prompt_tokens_total == cached

@@ -32,6 +32,7 @@ class FakeTiers:
         self.per_step = 1
         self.restored = 0
         self.declines = 0
+        self.pinned = set()
 
     def save(self, name, block):
         contents = [self.slots[block, offset] for offset in range(BLOCK)]
@@ -51,7 +52,15 @@ class FakeTiers:
         self.transfers.append(FakeTransfer(names))
         return self.transfers[-1]
 
+    def pin(self, names):
+        assert not self.pinned & set(names), "restored for two"
+        self.pinned |= set(names)
+
+    def unpin(self, names):
+        self.pinned -= set(names)
+
     def restore(self, names, blocks):
+        assert self.pinned >= set(names)
         assert len(names) == len(blocks) <= self.per_step
         for count, (name, block) in enumerate(zip(names, blocks, strict=True)):
             if self.refusing or name not in self.host:
@@ -122,6 +131,7 @@ class TieredMachine(SchedulerMachine):
             self.kept.finish_reads()
             self.step(data=None, failing=False)
         super().teardown()
+        assert not self.kept.pinned
 
 
 TestTieredScheduler = TieredMachine.TestCase

@@ -238,7 +238,9 @@ def _check_memory(
 ) -> None:
     """Refuse what would be killed, or would swap, and say what would fit."""
     weights = memory.weight_bytes(model, element)
-    fixed = memory.needed_bytes(model, element, settings.kv_tiers.host_bytes)
+    host = settings.kv_tiers.host_bytes
+    fixed = memory.needed_bytes(model, element, host)
+    included = f" ({human_bytes(host)} of that are kv_tiers.host_bytes)" if host else ""
     pool = num_blocks * block_bytes
     if fixed + pool <= available:
         return
@@ -248,7 +250,7 @@ def _check_memory(
         hint = _SMALLER.get(element, "")
         raise ModelError(
             f"{model.name} does not fit: {have}, but its weights take {human_bytes(weights)} in "
-            f"{element} and running them {human_bytes(fixed - weights)} more{_tiers_included(settings)}{hint}"
+            f"{element} and running them {human_bytes(fixed - weights)} more{included}{hint}"
         )
     if settings.kv_cache_tokens is None:
         key, largest = "kv_cache_bytes", blocks * block_bytes
@@ -256,12 +258,7 @@ def _check_memory(
         key, largest = "kv_cache_tokens", blocks * settings.block_tokens
     raise SpecError(
         f"{model.name} does not fit with a KV cache of {human_bytes(pool)}: {have}, and "
-        f"{human_bytes(fixed)} of it go to the weights and to running them{_tiers_included(settings)}; the largest "
-        f"{key} that fits is {largest}",
+        f"{human_bytes(fixed)} of it go to the weights and to running them{included}; the "
+        f"largest {key} that fits is {largest}",
         param=key,
     )
-
-
-def _tiers_included(settings: EngineSettings) -> str:
-    host = settings.kv_tiers.host_bytes
-    return f" ({human_bytes(host)} of that are kv_tiers.host_bytes)" if host else ""

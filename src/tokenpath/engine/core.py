@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from tokenpath.engine.kv_tiers.tiers import KvTiers
 
 TIERS_WAIT_S = 0.005
-"""A step with nothing to compute waits so long for a block of the disk, and then sees who has left."""
+"""A step with nothing to compute waits so long for a block of the disk, and then sees who has
+left."""
 log = logging.getLogger("tokenpath.engine")
 
 

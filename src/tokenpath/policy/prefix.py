@@ -5,9 +5,9 @@ chain starts from the cache key (tenant's salt, adapter). The same numbers ident
 router, so they are stable across processes and machines: BLAKE2b, 64 bits, little-endian int32
 token ids. A hash only *finds* a candidate; ``BlockPool`` compares the token ids before it is used.
 
-What leaves the pool is known by its ``identity`` instead: a chain of the same shape with 256 bits, in
-which a collision cannot be found by anybody. It stands in for the salt and all tokens of a prefix
-where these are better not written down, such as in files.
+What leaves the pool is known by its ``identity`` instead: a chain of the same shape with 256 bits,
+in which a collision cannot be found by anybody. It stands in for the salt and all tokens of a
+prefix where these are better not written down, such as in files.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Which blocks come back from the tiers for which sequence, and who waits for whom meanwhile.
 
 A sequence in the queue whose prefix is on the disk waits until it is read; it holds no block of the
-pool then, so that withdrawing it leaves nothing behind. What is on the host is copied into its blocks
-when it is admitted, so many blocks a step, before anything of it is computed. Whatever does not
-arrive is computed. Every sequence asks the disk once for each time that it is queued: so it never
-waits for a block that leaves as soon as it has come.
+pool then, so that withdrawing it leaves nothing behind. What is on the host is copied into its
+blocks when it is admitted, so many blocks a step, before anything of it is computed. Whatever does
+not arrive is computed. Every sequence asks the disk once for each time that it is queued: so it
+never waits for a block that leaves as soon as it has come.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -53,9 +52,7 @@ class Restoring:
         names = self._state(sequence).names
         size = self._block_tokens
         while len(names) <= index:
-            parent = (
-                names[-1].identity if names else identity_root(sequence.cache_key, self._run)
-            )
+            parent = names[-1].identity if names else identity_root(sequence.cache_key, self._run)
             start = len(names) * size
             token_ids = tuple(sequence.token_ids[start : start + size])
             identity = block_identity(parent, token_ids)
@@ -96,6 +93,7 @@ class Restoring:
                 break
             self._owners[name.identity] = sequence.request_id
             state.pending.append(name)
+        self._tiers.pin(tuple(state.pending))
 
     def pending(self, sequence: Sequence) -> bool:
         """Whether a running sequence still waits for blocks of the host."""
@@ -114,9 +112,9 @@ class Restoring:
         """
         state = self._state(sequence)
         names = [state.pending.popleft() for _ in blocks]
-        self._disown(names)
         self._left -= len(names)
         count = self._tiers.restore(names, blocks)
+        self._disown(names)
         if count < len(names):
             self.give_up(sequence)
         return count
@@ -125,7 +123,7 @@ class Restoring:
         """Restore nothing more for a sequence until it is queued again."""
         state = self._of.get(sequence.request_id)
         if state is not None:
-            self._disown(state.pending)
+            self._disown(tuple(state.pending))
             state.pending.clear()
             state.transfer = None
 
@@ -170,6 +168,7 @@ class Restoring:
         self.name(sequence, last - 1)
         return self._state(sequence).names[first:last]
 
-    def _disown(self, names: Iterable[BlockName]) -> None:
+    def _disown(self, names: Seq[BlockName]) -> None:
+        self._tiers.unpin(names)
         for name in names:
             del self._owners[name.identity]

@@ -2,8 +2,8 @@
 
 A block that the pool evicts can be kept in slower memory and copied back when its prefix returns.
 That pays where copying is faster than computing the tokens again, which is decided here from rates
-that were measured: nothing about a machine, a model or a disk is assumed. What holds the blocks is a
-``Tiers``, which the engine implements (``engine/kv_tiers``) and a simulator may.
+that were measured: nothing about a machine, a model or a disk is assumed. What holds the blocks is
+a ``Tiers``, which the engine implements (``engine/kv_tiers``) and a simulator may.
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ class Tiers(Protocol):
     def bring(self, names: Sequence[BlockName]) -> Transfer:
         """Start to read those of the blocks that are on the disk, so that they are on the host."""
         ...
+
+    def pin(self, names: Sequence[BlockName]) -> None:
+        """Do not push these blocks out of the host; they are about to be restored."""
+
+    def unpin(self, names: Sequence[BlockName]) -> None:
+        """Take back ``pin``."""
 
     def restore(self, names: Sequence[BlockName], blocks: Sequence[int]) -> int:
         """Copy from the host into allocated blocks of the pool.

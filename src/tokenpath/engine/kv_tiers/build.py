@@ -31,8 +31,9 @@ def make_tiers(
 ) -> KvTiers:
     """The tiers behind a pool that ``copier`` reads; ``settings`` must ask for some.
 
-    ``name`` is the served model's, ``dtype`` that of its weights. A disk that cannot be used is said
-    in the log, and done without. Raises ``SpecError`` for a budget that does not hold one block.
+    ``name`` is the served model's, ``dtype`` that of its weights. A disk that cannot be used is
+    said in the log, and done without. Raises ``SpecError`` for a budget that does not hold one
+    block.
     """
     for key, has, needs in (
         ("host_bytes", settings.host_bytes, copier.block_bytes),

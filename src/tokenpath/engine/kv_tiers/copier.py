@@ -1,9 +1,9 @@
 """Copies whole blocks between the KV pool and plain memory, as bytes.
 
-A block's bytes are its part of each of the pool's tensors, layer by layer: keys, values and, in int8,
-their scales. What order the kernels keep within a block is none of our business, as long as the same
-kernels read it again; ``layout`` names all that the bytes depend on besides the model itself. This is
-the one place that takes a block apart, also for whoever sends blocks elsewhere.
+A block's bytes are its part of each of the pool's tensors, layer by layer: keys, values and, in
+int8, their scales. What order the kernels keep within a block is none of our business, as long as
+the same kernels read it again; ``layout`` names all that the bytes depend on besides the model
+itself. This is the one place that takes a block apart, also for whoever sends blocks elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BlockCopier:
-    """Reads and writes blocks of one pool. Calls for different blocks may run in several threads."""
+    """Reads and writes blocks of one pool."""
 
     def __init__(self, cache: KvCache, *, kernels: str) -> None:
         """``kernels`` is what computes, and so orders what is within a block."""

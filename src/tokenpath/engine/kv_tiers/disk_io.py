@@ -1,8 +1,8 @@
 """The threads that read and write blocks of the disk, so that no step waits for it.
 
 The engine's thread owns all that is known of the tiers; a thread here is given a slot of the host's
-memory and a name, and gives them back with what has come of it. Both queues are bounded: who finds one
-full does without. Reading has a thread of its own, since somebody waits for it.
+memory and a name, and gives them back with what has come of it. Both queues are bounded: who finds
+one full does without. Reading has a thread of its own, since somebody waits for it.
 """
 
 from __future__ import annotations

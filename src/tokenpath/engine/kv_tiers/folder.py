@@ -9,9 +9,9 @@
             4e/4e07….kv                   a block, by its identity
             ….part                        being written
 
-Two engines never share a folder: the second one gets the next number. Everything here may be deleted
-at any time, and a folder that no engine of this model could use any more is deleted at the next
-start. Folders are for their owner only (0700), and so are files (0600).
+Two engines never share a folder: the second one gets the next number. Everything here may be
+deleted at any time, and a folder that no engine of this model could use any more is deleted at the
+next start. Folders are for their owner only (0700), and so are files (0600).
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@
     payload          as ``copier.BlockCopier`` gives it
 
 There are no token ids and no salt in it: the identity is a cryptographic hash of them, so that to
-compare it is to compare them, and the file tells nothing of the prompt in clear. The checksum guards
-against disks and crashes, not against whoever can write our files, who could as well write the
-model's; XXH3 runs at the speed of memory, where BLAKE2 would take as long as computing a small
+compare it is to compare them, and the file tells nothing of the prompt in clear. The checksum
+guards against disks and crashes, not against whoever can write our files, who could as well write
+the model's; XXH3 runs at the speed of memory, where BLAKE2 would take as long as computing a small
 model's block.
 """
 
@@ -57,7 +57,7 @@ class Seal:
         return fields + checksum(fields)
 
 
-def checksum(data: Bytes | bytes) -> bytes:
+def checksum(data: bytes | memoryview) -> bytes:
     """XXH3-128."""
     return xxhash.xxh3_128_digest(data)
 
@@ -67,7 +67,7 @@ def write_block(path: Path, seal: Seal, payload: Bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     try:
-        parts = [memoryview(seal.header(payload.nbytes)), memoryview(payload)]
+        parts = [memoryview(seal.header(payload.nbytes)), payload.data]
         while parts:
             written = os.writev(descriptor, parts)
             while parts and written >= len(parts[0]):
@@ -81,11 +81,13 @@ def write_block(path: Path, seal: Seal, payload: Bytes) -> None:
         os.close(descriptor)
 
 
-def read_block(path: Path, into: Bytes, *, fingerprint: bytes, identity: bytes, parent: bytes) -> bytes:
+def read_block(
+    path: Path, into: Bytes, *, fingerprint: bytes, identity: bytes, parent: bytes
+) -> bytes:
     """Read a block's payload and return its checksum.
 
-    Raises ``DamagedBlockError`` if it is not, byte for byte, what was written for exactly this block
-    (``into`` then holds anything), and ``OSError`` if it cannot be read.
+    Raises ``DamagedBlockError`` if it is not, byte for byte, what was written for exactly this
+    block (``into`` then holds anything), and ``OSError`` if it cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -95,20 +97,22 @@ def read_block(path: Path, into: Bytes, *, fingerprint: bytes, identity: bytes, 
                 f"it has {size:,} bytes instead of {HEADER_BYTES + into.nbytes:,}"
             )
         header = bytearray(HEADER_BYTES)
-        _read_fully(descriptor, [memoryview(header), memoryview(into)])
+        _read_fully(descriptor, [memoryview(header), into.data])
     finally:
         os.close(descriptor)
     fields = bytes(header[: _FIELDS.size])
     if header[: len(MAGIC)] != MAGIC or header[_FIELDS.size :] != checksum(fields):
         raise DamagedBlockError("its header is damaged")
-    _, its_fingerprint, its_identity, its_parent, payload_bytes, its_checksum = _FIELDS.unpack(fields)
+    _, its_fingerprint, its_identity, its_parent, payload_bytes, its_checksum = _FIELDS.unpack(
+        fields
+    )
     if its_fingerprint != fingerprint:
         raise DamagedBlockError("it is of another model, or of another layout")
     if (its_identity, its_parent) != (identity, parent):
         raise DamagedBlockError("it holds another block than its name says")
     if payload_bytes != into.nbytes:
         raise DamagedBlockError("it says another size than it has")
-    if checksum(into) != its_checksum:
+    if checksum(into.data) != its_checksum:
         raise DamagedBlockError("the checksum of its contents is wrong")
     return bytes(its_checksum)
 

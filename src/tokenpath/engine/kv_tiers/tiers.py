@@ -1,11 +1,11 @@
 """The tiers of one engine: what is where, what goes and what comes back.
 
-All bookkeeping is done on the engine's thread, in the calls that the scheduler makes while it plans;
-the disk's threads (``disk_io``) are given slots of host memory and give them back. A block enters the
-host when the pool evicts it and stays there when it is restored, so that evicting it again copies
-nothing. Blocks used longest ago leave first, a prefix's last before its first. What leaves the host
-is on the disk by then, if there is one and it was fast enough; else it is dropped, and computed when
-somebody asks for it.
+All bookkeeping is done on the engine's thread, in the calls that the scheduler makes while it
+plans; the disk's threads (``disk_io``) are given slots of host memory and give them back. A block
+enters the host when the pool evicts it and stays there when it is restored, so that evicting it
+again copies nothing. Blocks used longest ago leave first, a prefix's last before its first. What
+leaves the host is on the disk by then, if there is one and it was fast enough; else it is dropped,
+and computed when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class KvTiers:
         self._host: OrderedDict[bytes, _Held] = OrderedDict()
         self._leaving: list[_Held] = []
         """Gone from the host, but a thread still reads their slots."""
+        self._pinned: set[bytes] = set()
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         self._disk: OrderedDict[bytes, None] = OrderedDict()
         self._disk_most = disk_bytes // (size + HEADER_BYTES) if folder is not None else 0
@@ -152,7 +153,7 @@ class KvTiers:
             return
         row = self._arena.row(slot)
         self._copier.read(block, row)
-        self._host[name.identity] = _Held(name, slot, checksum(row))
+        self._host[name.identity] = _Held(name, slot, checksum(row.data))
         self._counts.saved += 1
         if self._io is not None:
             self._unwritten[name.identity] = None
@@ -195,6 +196,12 @@ class KvTiers:
             transfer.remaining += 1
         return transfer
 
+    def pin(self, names: Sequence[BlockName]) -> None:
+        self._pinned.update(name.identity for name in names)
+
+    def unpin(self, names: Sequence[BlockName]) -> None:
+        self._pinned.difference_update(name.identity for name in names)
+
     def restore(self, names: Sequence[BlockName], blocks: Sequence[int]) -> int:
         self._collect()
         started, count = self._clock(), 0
@@ -203,7 +210,7 @@ class KvTiers:
             if held is None or held.name != name:
                 break
             row = self._arena.row(held.slot)
-            if checksum(row) != held.checksum:
+            if checksum(row.data) != held.checksum:
                 self._corrupt("host memory", DamagedBlockError("its checksum is wrong"))
                 self._remove(held)
                 break
@@ -310,11 +317,16 @@ class KvTiers:
         return "disk" if name.identity in self._disk else None
 
     def _free_slot(self) -> int | None:
-        """A slot, at the cost of the block used longest ago; None if all are in a thread's hands."""
+        """A slot, at the cost of the block used longest ago; None if all are needed."""
         slot = self._arena.take()
         if slot is not None:
             return slot
-        victim = next((held for held in self._host.values() if not held.writing), None)
+        movable = (
+            held
+            for held in self._host.values()
+            if not held.writing and held.name.identity not in self._pinned
+        )
+        victim = next(movable, None)
         if victim is None:
             return None
         if victim.name.identity not in self._disk:
