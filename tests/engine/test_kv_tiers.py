@@ -41,6 +41,7 @@ from tokenpath.engine.kv_tiers.sealed import (
     read_block,
     write_block,
 )
+from tokenpath.engine.kv_tiers.tiers import LONGEST_READ_S
 from tokenpath.protocol.replica import ReplicaStats
 
 
@@ -134,6 +135,19 @@ def test_what_leaves_the_host_comes_back_from_the_disk(pool, tmp_path):
     found = report(tiers)
     assert found.kv_disk_hits_total >= 8
     assert found.kv_corrupt_blocks_total == found.kv_dropped_blocks_total == 0
+
+
+def test_a_transfer_is_done_when_its_blocks_have_come(pool, tmp_path):
+    tiers = make_tiers(pool, tmp_path, host=3)
+    for n in range(2):
+        save(tiers, pool, chain(3, first=100 * n))
+        settle(tiers)
+    started = time.monotonic()
+    transfer = tiers.bring(chain(3))
+    while not transfer.done:
+        tiers.wait(0.01)
+    assert time.monotonic() - started < LONGEST_READ_S / 2, "it has waited for its patience to end"
+    assert tiers.find(chain(3)) == ["host"] * 3
 
 
 def test_the_disks_budget_holds(pool, tmp_path):
@@ -310,7 +324,9 @@ def test_a_damaged_file_is_never_used(pool, tmp_path, caplog, damage, restarted)
 def test_every_single_flipped_byte_is_found(tmp_path):
     (name,) = chain(1)
     payload, path = contents(name), tmp_path / "block"
-    write_block(path, Seal(FINGERPRINT, name.identity, name.parent, checksum(payload.data)), payload)
+    write_block(
+        path, Seal(FINGERPRINT, name.identity, name.parent, checksum(payload.data)), payload
+    )
     data, into = path.read_bytes(), contents(name).copy()
     known = {"fingerprint": FINGERPRINT, "identity": name.identity, "parent": name.parent}
     assert read_block(path, into, **known) == checksum(payload.data)

@@ -71,13 +71,17 @@ class _Held:
 class _Transfer:
     """Blocks that somebody waits for."""
 
-    def __init__(self, clock: Callable[[], float], deadline: float) -> None:
+    def __init__(
+        self, collect: Callable[[], None], clock: Callable[[], float], deadline: float
+    ) -> None:
         self.remaining = 0
+        self._collect = collect
         self._clock = clock
         self._deadline = deadline
 
     @property
     def done(self) -> bool:
+        self._collect()
         return self.remaining == 0 or self._clock() >= self._deadline
 
 
@@ -179,7 +183,7 @@ class KvTiers:
         names = names[: self._arena.slots]
         compute_s = self._prefill_rate.seconds_for(len(names) * self._block_tokens)
         patience = LONGEST_READ_S if compute_s is None else compute_s
-        transfer = _Transfer(self._clock, self._clock() + patience)
+        transfer = _Transfer(self._collect, self._clock, self._clock() + patience)
         for name in names:
             waiting = self._reading.get(name.identity)
             if waiting is None:
