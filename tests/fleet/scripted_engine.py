@@ -52,6 +52,7 @@ class ScriptedCore:
         self.steps = 0
         self.generated = 0
         self.integrity_checks = 0
+        self.closed = False
 
     @property
     def card(self) -> ModelCard:

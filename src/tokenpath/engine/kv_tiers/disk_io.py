@@ -21,8 +21,6 @@ from tokenpath.engine.kv_tiers.folder import BlockFolder
 from tokenpath.engine.kv_tiers.sealed import Bytes, DamagedBlockError, Seal, read_block, write_block
 from tokenpath.policy.tiers import BlockName
 
-MAX_WRITES = 16
-"""Blocks that may wait to be written. Their slots cannot be used meanwhile."""
 _WRITER_NICENESS = 10
 log = logging.getLogger(__name__)
 
@@ -69,11 +67,17 @@ class DiskIo:
     """One reader and one writer for one folder. Jobs come from one thread, which also collects."""
 
     def __init__(
-        self, folder: BlockFolder, *, fingerprint: bytes, clock: Callable[[], float]
+        self,
+        folder: BlockFolder,
+        *,
+        fingerprint: bytes,
+        most_writes: int,
+        clock: Callable[[], float],
     ) -> None:
-        """Starts the threads."""
+        """Starts the threads; at most ``most_writes`` blocks wait to be written."""
         self._folder = folder
         self._fingerprint = fingerprint
+        self._most_writes = most_writes
         self._clock = clock
         self._changed = threading.Condition()
         self._reads: deque[Read] = deque()
@@ -109,7 +113,7 @@ class DiskIo:
     def write(self, job: Write) -> bool:
         """Queue a write; False if the queue is full."""
         with self._changed:
-            if self._unfinished["write"] >= MAX_WRITES:
+            if self._unfinished["write"] >= self._most_writes:
                 return False
             self._writes.append(job)
             self._unfinished["write"] += 1

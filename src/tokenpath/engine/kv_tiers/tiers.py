@@ -30,6 +30,9 @@ LONGEST_READ_S = 5.0
 """A sequence waits no longer for the disk where it is not known what computing takes."""
 _WRITE_BEHIND = 0.5
 """Part of the host's slots that may be free before blocks are written for the next ones to fit."""
+_MOST_WRITES = 64
+"""Blocks that may wait to be written, whose slots cannot be used meanwhile. About two steps of a
+prompt evict as many."""
 _SHORTEST_PREFILL = 32
 """Tokens of chunks in a step that say how fast prompts are computed; fewer are mostly overhead."""
 log = logging.getLogger(__name__)
@@ -362,7 +365,12 @@ class KvTiers:
                 self._disk[block.identity] = None
         else:
             folder.clear()
-        self._io = DiskIo(folder, fingerprint=fingerprint, clock=self._clock)
+        self._io = DiskIo(
+            folder,
+            fingerprint=fingerprint,
+            most_writes=max(1, min(_MOST_WRITES, self._arena.slots // 2)),
+            clock=self._clock,
+        )
 
     def _write_behind(self) -> None:
         """Have the oldest blocks written while there is room, so that they can leave later."""
