@@ -33,6 +33,10 @@ class BlockCopier:
         for piece in pieces:
             start, end = end, end + piece.shape[1]
             self._pieces.append((start, end, piece))
+        # Two pieces a layer, of a few kB each: NumPy's calls take a third of the time of torch's.
+        self._in_memory: list[tuple[int, int, Bytes]] | None = None
+        if cache.layers[0].keys.device.type == "cpu":
+            self._in_memory = [(start, end, piece.numpy()) for start, end, piece in self._pieces]
         self.block_bytes = end
         """Bytes of one block over all layers."""
         first = cache.layers[0].keys
@@ -43,12 +47,20 @@ class BlockCopier:
 
     def read(self, block: int, to: Bytes) -> None:
         """Copy a block's contents to ``to`` [block_bytes]."""
+        if self._in_memory is not None:
+            for start, end, place in self._in_memory:
+                to[start:end] = place[block]
+            return
         row = torch.from_numpy(to)
         for start, end, piece in self._pieces:
             row[start:end].copy_(piece[block])
 
     def write(self, block: int, source: Bytes) -> None:
         """Overwrite a block with what ``read`` gave."""
+        if self._in_memory is not None:
+            for start, end, place in self._in_memory:
+                place[block] = source[start:end]
+            return
         row = torch.from_numpy(source)
         for start, end, piece in self._pieces:
             piece[block].copy_(row[start:end])
