@@ -171,7 +171,7 @@ class _Checked:
     def __call__(self, shape: Shape, call: Call) -> bool:
         if shape in self.held or call.name not in self.strict:
             return True
-        schema = self.strict[call.name] or NO_ARGUMENTS
+        schema = dict(self.strict[call.name] or NO_ARGUMENTS)
         try:
             return jsonschema_rs.is_valid(schema, json.loads(call.arguments), offline=True)
         except ValueError:  # The engine takes the schema, but this library finds a fault with it.
