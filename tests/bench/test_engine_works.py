@@ -3,7 +3,7 @@
 import pytest
 
 from tokenpath.bench.engine import cost, works
-from tokenpath.bench.engine.works import Decode, Prefill
+from tokenpath.bench.engine.works import Decode, Prefill, Tiering
 from tokenpath.models.architecture import ModelConfig
 from tokenpath.protocol.errors import SpecError
 
@@ -29,9 +29,28 @@ def test_structured_decoding_comes_with_what_it_is_compared_to():
     assert structured.sequence_tokens == free.sequence_tokens
 
 
+def test_tiers_take_turns_in_a_pool_of_two():
+    assert works.chosen("tiers_64,prefill_7,tiers_64") == [Tiering(64), Prefill(7)]
+    with pytest.raises(SpecError, match="tiers_64 needs a KV cache of 160 tokens"):
+        works.check_fit(
+            [Tiering(64)], model="m", model_tokens=100, pool_tokens=159, block_tokens=16
+        )
+
+
 @pytest.mark.parametrize(
     "name",
-    ["", "structured_8", "prefill", "prefill_0", "decode_8", "decode_0_8", "decode_1_-4", "speed"],
+    [
+        "",
+        "tiers",
+        "tiers_0",
+        "structured_8",
+        "prefill",
+        "prefill_0",
+        "decode_8",
+        "decode_0_8",
+        "decode_1_-4",
+        "speed",
+    ],
 )
 def test_what_is_no_work_is_named(name):
     with pytest.raises(SpecError, match="is no work; works are prefill_TOKENS") as raised:

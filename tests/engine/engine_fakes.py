@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tokenpath.engine.core import EngineCore
+from tokenpath.engine.kv_tiers.tiers import KvTiers
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
 from tokenpath.policy.sequence import StepPlan
 from tokenpath.protocol.events import Failed, Finish, GenerationEvent, TokenLogprob
@@ -65,6 +66,20 @@ class FakeRunner:
                 row[next_token(self.pool[slots].tolist())] = 20.0
                 rows.append(row)
         return torch.stack(rows) if rows else torch.zeros(0, VOCAB)
+
+
+class FakeCopier:
+    """The fake's pool as bytes; see ``engine.kv_tiers.copier``."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._blocks = runner.pool.reshape(-1, runner.block_tokens)
+        self.block_bytes = self._blocks[0].nbytes
+
+    def read(self, block, to):
+        to[:] = self._blocks[block].view(np.uint8)
+
+    def write(self, block, source):
+        self._blocks[block].view(np.uint8)[:] = source
 
 
 class Poisoned:
@@ -192,7 +207,10 @@ def make_core(
     wrap: Callable[[FakeRunner], object] = lambda runner: runner,
     clock: Callable[[], float] | None = None,
     text: object | None = None,
+    make_tiers: Callable[[FakeCopier], KvTiers] | None = None,
 ) -> EngineCore:
+    runner = FakeRunner(num_blocks, block_tokens)
+    tiers = None if make_tiers is None else make_tiers(FakeCopier(runner))
     scheduler = Scheduler(
         SchedulerConfig(
             max_step_tokens=max_step_tokens,
@@ -201,7 +219,8 @@ def make_core(
             num_blocks=num_blocks,
             max_context_tokens=max_context_tokens,
             prefix_cache=prefix_cache,
-        )
+        ),
+        tiers=tiers,
     )
     card = ModelCard(
         name="fake", architecture="fake", parameters=1, vocab_size=VOCAB,
@@ -209,11 +228,12 @@ def make_core(
         kv_bytes_per_token=1, kv_blocks_total=num_blocks, block_tokens=block_tokens,
     )  # fmt: skip
     return EngineCore(
-        wrap(FakeRunner(num_blocks, block_tokens)),
+        wrap(runner),
         scheduler,
         text=text or FakeText(),
         card=card,
         eos_ids=(EOS,),
+        tiers=tiers,
         clock=clock or Clock(),
         seed_source=iter(range(1_000_000)).__next__,
     )

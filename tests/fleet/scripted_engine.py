@@ -52,6 +52,7 @@ class ScriptedCore:
         self.steps = 0
         self.generated = 0
         self.integrity_checks = 0
+        self.closed = False
 
     @property
     def card(self) -> ModelCard:
@@ -137,6 +138,9 @@ class ScriptedCore:
     def check_integrity(self) -> None:
         self.integrity_checks += 1
         assert not self.live
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def script(path: Path, progress) -> ScriptedCore:

@@ -31,7 +31,7 @@ from tokenpath.config.launch import (
 from tokenpath.engine import connection
 from tokenpath.engine import server as server_module
 from tokenpath.engine import worker as work
-from tokenpath.engine.server import EXIT_BROKEN
+from tokenpath.engine.server import EXIT_BROKEN, EXIT_OK
 from tokenpath.engine.worker import Inbox
 from tokenpath.fleet.replica import LinkedReplica
 from tokenpath.protocol.errors import (
@@ -261,6 +261,19 @@ async def test_broken_integrity_at_idle_ends_the_process(engine):
     link = await started.ready()
     assert len(await collect(link, request("a"))) == 5
     assert await started.serving == EXIT_BROKEN
+
+
+async def test_a_core_is_closed_when_its_process_ends_but_not_when_it_broke(engine):
+    started = engine()
+    await started.ready()
+    started.server.end(EXIT_OK)
+    assert await started.serving == EXIT_OK
+    assert started.core.closed
+    broken = engine()
+    link = await broken.ready()
+    await collect(link, request("culprit", kind=BREAKS_ALL))
+    assert await broken.serving == EXIT_BROKEN
+    assert not broken.core.closed
 
 
 async def test_integrity_is_checked_once_on_going_idle(engine):

@@ -79,14 +79,18 @@ def write_gguf(
     tensors: Mapping[str, np.ndarray],
     *,
     quantized: Mapping[str, GGMLQuantizationType] | None = None,
+    raw: Mapping[str, tuple[np.ndarray, GGMLQuantizationType]] | None = None,
 ) -> Path:
-    """Write a GGUF by llama.cpp's own writer."""
+    """Write a GGUF by llama.cpp's own writer; ``raw`` are blocks that replace a tensor's values."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         _add(writer, key, value)
     for name, values in tensors.items():
         kind = (quantized or {}).get(name)
-        if kind is None:
+        if name in (raw or {}):
+            blocks, kind = raw[name]
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+        elif kind is None:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)

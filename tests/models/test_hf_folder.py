@@ -240,7 +240,7 @@ def test_qwen_slides_only_when_told_to(tmp_path):
         ({"rope_scaling": {"type": "linear"}}, ModelFileError, "'factor'"),
         ({"rope_scaling": "linear"}, ModelFileError, "JSON object"),
         ({"partial_rotary_factor": 0.5}, ModelUnsupportedError, "0.5"),
-        ({"quantization_config": {"quant_method": "gptq"}}, ModelUnsupportedError, "'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, ModelUnsupportedError, "'hqq'"),
         ({"vocab_size": 101}, ModelFileError, "[101, 32]"),
         ({"num_hidden_layers": 4}, ModelFileError, "model.layers.3."),
         ({"num_hidden_layers": 2}, ModelUnsupportedError, "model.layers.2."),

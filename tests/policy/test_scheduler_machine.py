@@ -40,6 +40,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         bits=st.sampled_from([0, 1, 64]),
     )
     def start(self, blocks, budget, running, prefix_cache, bits):
+        self.slots = {}
+        self.live = {}
+        self.ids = 0
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_step_tokens=budget,
@@ -50,10 +53,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prefix_cache=prefix_cache,
             ),
             hasher=lambda parent, tokens: block_hash(parent, tokens) % (1 << bits),
+            tiers=self.tiers(),
         )
-        self.slots = {}
-        self.live = {}
-        self.ids = 0
+
+    def tiers(self):
+        """What keeps evicted blocks; ``test_tiers_machine`` has some."""
+        return
+
+    def waits(self):
+        """Whether a plan may have nothing to compute."""
+        return False
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14)
@@ -79,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     def step(self, data, failing):
         plan = self.scheduler.plan()
-        assert plan.chunks, "live sequences, but nothing planned"
+        assert plan.chunks or self.waits(), "live sequences, but nothing planned"
         assert plan.tokens <= self.scheduler.config.max_step_tokens
         for chunk in plan.chunks:
             self.compute(chunk)

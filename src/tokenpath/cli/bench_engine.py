@@ -69,7 +69,8 @@ def engine(
         str | None,
         typer.Option(
             metavar="WORK,…",
-            help="Measure these: prefill_TOKENS, decode_SEQUENCES_CONTEXT, step_overhead. Default: "
+            help="Measure these: prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
+            "structured_SEQUENCES_CONTEXT, tiers_TOKENS, step_overhead. Default: "
             "prefill of 512 and 2048, decode of 1 to 32 with 64 and 1024 tokens of context.",
         ),
     ] = None,

@@ -96,7 +96,7 @@ def _choose(spec: Spec, models_dir: Path, say: Callable[[str], None]) -> list[tu
     chosen: list[tuple[Model, Source]] = []
     for model in spec.models:
         dtype = _expected_dtype(model.engine.dtype)
-        kv_bytes = model.engine.kv_cache_bytes
+        kv_bytes = model.engine.kv_cache_bytes + model.engine.kv_tiers.host_bytes
         listed = [model.source] if isinstance(model.source, str) else model.source
         source = choice.first_that_fits(
             listed,

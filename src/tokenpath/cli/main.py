@@ -31,7 +31,9 @@ class _Entry:
 COMMANDS = {
     "serve": _Entry("tokenpath.cli.serve", "serve", "Serve models over an OpenAI-compatible API."),
     "chat": _Entry("tokenpath.cli.chat", "chat", "Chat with a served model in the terminal."),
-    "models": _Entry("tokenpath.cli.models", "app", "List, pull, show and remove models."),
+    "models": _Entry(
+        "tokenpath.cli.models", "app", "List, pull, show, quantize and remove models."
+    ),
     "keys": _Entry("tokenpath.cli.keys", "app", "Create, list and revoke API keys."),
     "spec": _Entry("tokenpath.cli.spec", "app", "Check a spec, and show what may stand in it."),
     "bench": _Entry("tokenpath.cli.bench", "app", "Measure an endpoint, or the engine itself."),

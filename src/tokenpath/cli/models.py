@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokenpath.cli.quantize import quantize
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -17,8 +19,11 @@ if TYPE_CHECKING:
     from tokenpath.models.source import Source
 
 app = typer.Typer(
-    help="List, pull, show and remove models.", no_args_is_help=True, add_completion=False
+    help="List, pull, show, quantize and remove models.",
+    no_args_is_help=True,
+    add_completion=False,
 )
+app.command()(quantize)
 
 _SOURCE_HELP = "A catalogue name, pypi:NAME[==VERSION] or hf:ORG/NAME[@REV][:FILE]."
 _PIPE_COLUMNS = 250

@@ -75,6 +75,37 @@ class Gateway(_Strict):
     limits: Limits = Limits()
 
 
+class KvTierSettings(_Strict):
+    """Where blocks of keys and values go when the KV pool has no room for them.
+
+    Off by default: on a CPU the pool itself is host memory, where a byte of ``kv_cache_bytes``
+    serves better; what tiers add there is the disk.
+    """
+
+    host_bytes: Annotated[int, Field(ge=0)] = 0
+    """Host memory for evicted blocks, taken as they come. 0: no tiers. What comes back from the
+    disk passes through it, so it should hold some of the longest prompts: 256 MiB is 9,000 tokens
+    of Qwen2.5 1.5B in bfloat16."""
+    disk_bytes: Annotated[int, Field(ge=0)] = 0
+    """Room on the disk for blocks that leave the host, for each replica. 0: none, because what
+    prompts were computed to should be written to a disk only by somebody's decision."""
+    disk_path: str | None = None
+    """The folder for them. None: ``kv`` in the cache folder, which is ``~/.cache/tokenpath``
+    unless TOKENPATH_CACHE moves it."""
+    survive_restarts: bool = False
+    """Keep blocks on the disk when the engine ends, and use them when it starts again with the
+    same model and settings. Off: a stopped server leaves nothing of its prompts behind."""
+    step_bytes: Annotated[int, Field(gt=0)] = 64 << 20
+    """Most bytes that are copied back into the pool between two steps: the bound on how long
+    running streams wait for it. 64 MiB takes about 20 ms."""
+
+    @model_validator(mode="after")
+    def _disk_is_behind_host(self) -> KvTierSettings:
+        if self.disk_bytes and not self.host_bytes:
+            raise ValueError("disk_bytes needs host_bytes: blocks pass through host memory")
+        return self
+
+
 class EngineSettings(_Strict):
     """The native engine of one model."""
 
@@ -108,6 +139,7 @@ class EngineSettings(_Strict):
     """Sequences in one batch. Beyond it decoding on CPU gains nothing."""
     prefix_cache: bool = True
     """Reuse the KV of equal prompt beginnings."""
+    kv_tiers: KvTierSettings = KvTierSettings()
     grammar_compile_s: Annotated[float, Field(gt=0)] = 10.0
     """Longest time that a request waits for its schema or grammar to be compiled; then it gets a
     400. Ordinary ones take milliseconds, and the first of an engine about a second more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from tokenpath.protocol.replica import ModelCard
 
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.vocabulary import Vocabulary
+    from tokenpath.engine.kv_tiers.tiers import KvTiers
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of it that is."""
@@ -103,6 +105,7 @@ def build_engine(
         # The sampler is what is left for torch. Threads of its own would spin for a while after
         # each call, on the CPUs that the native program's threads compute on.
         torch.set_num_threads(1)
+    tiers = _tiers(settings, runner, model, name=name, dtype=held)
     scheduler = Scheduler(
         SchedulerConfig(
             max_step_tokens=settings.max_step_tokens,
@@ -111,7 +114,9 @@ def build_engine(
             num_blocks=num_blocks,
             max_context_tokens=context,
             prefix_cache=settings.prefix_cache,
-        )
+        ),
+        tiers=tiers,
+        run=secrets.token_bytes(16),
     )
     card = ModelCard(
         name=name,
@@ -135,7 +140,30 @@ def build_engine(
         eos_ids=model.config.eos_ids,
         reducer=runner.reducer,
         grammars=_grammars(tokenizer, model.config, settings),
+        tiers=tiers,
         resident_bytes=lambda: int(process.memory_info().rss),
+    )
+
+
+def _tiers(
+    settings: EngineSettings, runner: ModelRunner, model: LocalModel, *, name: str, dtype: str
+) -> KvTiers | None:
+    if not settings.kv_tiers.host_bytes:
+        return None
+    if not settings.prefix_cache:
+        raise SpecError(
+            "kv_tiers keep prefixes, but prefix_cache is off; turn it on or leave kv_tiers out",
+            param="kv_tiers",
+        )
+    from tokenpath.engine.kv_tiers.build import make_tiers  # noqa: PLC0415 - only if asked for
+
+    return make_tiers(
+        settings.kv_tiers,
+        runner.copier(),
+        model=model,
+        name=name,
+        dtype=dtype,
+        block_tokens=settings.block_tokens,
     )
 
 
@@ -210,7 +238,9 @@ def _check_memory(
 ) -> None:
     """Refuse what would be killed, or would swap, and say what would fit."""
     weights = memory.weight_bytes(model, element)
-    fixed = memory.needed_bytes(model, element, 0)
+    host = settings.kv_tiers.host_bytes
+    fixed = memory.needed_bytes(model, element, host)
+    included = f" ({human_bytes(host)} of that are kv_tiers.host_bytes)" if host else ""
     pool = num_blocks * block_bytes
     if fixed + pool <= available:
         return
@@ -220,7 +250,7 @@ def _check_memory(
         hint = _SMALLER.get(element, "")
         raise ModelError(
             f"{model.name} does not fit: {have}, but its weights take {human_bytes(weights)} in "
-            f"{element} and running them {human_bytes(fixed - weights)} more{hint}"
+            f"{element} and running them {human_bytes(fixed - weights)} more{included}{hint}"
         )
     if settings.kv_cache_tokens is None:
         key, largest = "kv_cache_bytes", blocks * block_bytes
@@ -228,7 +258,7 @@ def _check_memory(
         key, largest = "kv_cache_tokens", blocks * settings.block_tokens
     raise SpecError(
         f"{model.name} does not fit with a KV cache of {human_bytes(pool)}: {have}, and "
-        f"{human_bytes(fixed)} of it go to the weights and to running them; the largest "
-        f"{key} that fits is {largest}",
+        f"{human_bytes(fixed)} of it go to the weights and to running them{included}; the "
+        f"largest {key} that fits is {largest}",
         param=key,
     )

@@ -59,7 +59,11 @@ from tokenpath.protocol.stages import Stage
 
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.state import CompiledGrammar, GrammarState
+    from tokenpath.engine.kv_tiers.tiers import KvTiers
 
+TIERS_WAIT_S = 0.005
+"""A step with nothing to compute waits so long for a block of the disk, and then sees who has
+left."""
 log = logging.getLogger("tokenpath.engine")
 
 
@@ -118,11 +122,12 @@ class EngineCore:
         eos_ids: Collection[int],
         reducer: Reducer = TORCH,
         grammars: GrammarCompiler | None = None,
+        tiers: KvTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed_source: Callable[[], int] = fresh_seed,
         resident_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``reducer`` serves the sampler.
+        """``reducer`` serves the sampler; ``tiers`` are those that the scheduler has.
 
         ``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed.
         """
@@ -134,6 +139,7 @@ class EngineCore:
         self._text = text
         self._eos_ids = frozenset(eos_ids)
         self._reducer = reducer
+        self._tiers = tiers
         self._clock = clock
         self._seed_source = seed_source
         self._resident_bytes = resident_bytes
@@ -258,12 +264,18 @@ class EngineCore:
             events += self._complete(plan, self._compute(plan))
             self._steps_total += 1
             self._step_seconds_total += self._clock() - started
+        if self._tiers is not None:
+            if plan.chunks:
+                prefill = sum(chunk.length for chunk in plan.chunks if chunk.length > 1)
+                self._tiers.computed(prefill, self._clock() - planned)
+            else:
+                self._tiers.wait(TIERS_WAIT_S)
         return events
 
     def stats(self) -> ReplicaStats:
         """The engine's state and its running totals."""
         scheduler, grammars = self._scheduler, self.grammars
-        return ReplicaStats(
+        stats = ReplicaStats(
             requests_running=scheduler.running,
             requests_waiting=scheduler.waiting,
             waiting_tokens=scheduler.waiting_tokens,
@@ -285,11 +297,22 @@ class EngineCore:
                 0.0 if grammars is None else grammars.compile_seconds_total
             ),
         )
+        return stats if self._tiers is None else self._tiers.report(stats)
+
+    def close(self, *, trusted: bool = True) -> None:
+        """Let go of what outlives the process: KV blocks on the disk. The last call; takes seconds.
+
+        Without ``trusted`` the pool is in doubt, and nothing of it is kept.
+        """
+        if self._tiers is not None:
+            self._tiers.close(self._scheduler.pool.cached_contents() if trusted else ())
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant. Between steps only."""
         scheduler = self._scheduler
         scheduler.check_integrity()
+        if self._tiers is not None:
+            self._tiers.check_integrity()
         assert scheduler.running + scheduler.waiting == len(self._live), (
             "the scheduler and the core hold different requests"
         )

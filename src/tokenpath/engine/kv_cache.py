@@ -20,6 +20,9 @@ from tokenpath.engine.kernels.packed import huge_memory
 from tokenpath.models.architecture import KvDtype, ModelConfig
 from tokenpath.protocol.errors import SpecError
 
+KV_LAYOUT = 1
+"""Version of the order within a block, in torch and in the native kernels. To be raised with every
+change of it, or blocks on disk would be read as something else."""
 TORCH_TYPES: dict[KvDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

@@ -180,9 +180,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the model's memory back; the engine cannot be used afterwards."""
-        with self._lock:
-            self._core = None
-            self._inboxes.clear()
+        self._close(trusted=True)
 
     def __enter__(self) -> Self:
         return self
@@ -276,7 +274,7 @@ class Engine:
             try:
                 events = core.step()
             except BaseException:
-                self.close()  # what is half done cannot be trusted any more
+                self._close(trusted=False)  # what is half done cannot be trusted any more
                 raise
             for event in events:
                 self._inboxes[event.request_id].append(event)
@@ -293,6 +291,13 @@ class Engine:
             self._inboxes.pop(request_id, None)
             if self._core is not None:
                 self._core.abort(request_id)
+
+    def _close(self, *, trusted: bool) -> None:
+        with self._lock:
+            core, self._core = self._core, None
+            self._inboxes.clear()
+            if core is not None:
+                core.close(trusted=trusted)
 
     def _alive(self) -> EngineCore:
         if self._core is None:

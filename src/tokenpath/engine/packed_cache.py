@@ -215,17 +215,21 @@ def identity_of(model: LocalModel, form: str, layout: int) -> str:
     one that it came from. Reading all of it would take as long as the load. Raises ``OSError``.
     """
     known = hashlib.sha256(repr((form, layout, model.config)).encode())
-    for file in sorted({tensor.file for tensor in model.tensors.values()}):
+    tensors = sorted(model.tensors.items())
+    for file in sorted({part.file for _, tensor in tensors for part in tensor.parts}):
         stat = file.stat()
         known.update(repr((stat.st_size, stat.st_mtime_ns)).encode())
     with contextlib.ExitStack() as files:
         opened = {}
-        for name, tensor in sorted(model.tensors.items()):
-            if tensor.file not in opened:
-                opened[tensor.file] = files.enter_context(tensor.file.open("rb"))
-            descriptor = opened[tensor.file].fileno()
+        for name, tensor in tensors:
             known.update(repr((name, tensor.dtype, tensor.shape)).encode())
-            for place in (0, tensor.stored_bytes // 2):
-                count = min(_SAMPLE_BYTES, tensor.stored_bytes - place)
-                known.update(os.pread(descriptor, count, tensor.offset + place))
+            if tensor.quantized is not None:
+                known.update(repr(tensor.quantized.recipe).encode())
+            for part in tensor.parts:
+                if part.file not in opened:
+                    opened[part.file] = files.enter_context(part.file.open("rb"))
+                descriptor = opened[part.file].fileno()
+                for place in (0, part.stored_bytes // 2):
+                    count = min(_SAMPLE_BYTES, part.stored_bytes - place)
+                    known.update(os.pread(descriptor, count, part.offset + place))
     return known.hexdigest()

@@ -26,10 +26,11 @@ from tokenpath.engine.kernels.packed import (
     PackedWeights,
     room_for,
 )
-from tokenpath.engine.kernels.quantize import BLOCK, GROUP, Bits, to_int4
+from tokenpath.engine.kernels.quantize import BLOCK, GROUP, Bits, Int4Weight, take_int4, to_int4
 from tokenpath.engine.loading import Progress, TensorBook
 from tokenpath.models.layout import EMBEDDING
 from tokenpath.models.local import LocalModel
+from tokenpath.models.quantized.matrix import QuantizedMatrix
 from tokenpath.models.weights import StoredMatrix, open_matrix, read_tensor
 
 TABLE_BITS: Bits = 8
@@ -39,6 +40,7 @@ _INTERLEAVED = 16
 _WEIGHTS_AT_A_TIME = 1 << 20
 """What one thread has in float32 at a time; 4 MB, and three of them with codes and source."""
 
+Matrix = StoredMatrix | QuantizedMatrix
 Rounded = tuple[npt.NDArray[Any], ...]
 """Rows of a matrix as ``pack_int8`` (codes and scales) or ``pack_int4`` takes them."""
 
@@ -174,7 +176,7 @@ class Packer:
         size = panels * self._native.panel_bytes(bits, columns)
         return self.weights.add_matrix(name, bits, rows, columns, size, bias=bias)
 
-    def _open(self, name: str, rows: int, columns: int) -> StoredMatrix:
+    def _open(self, name: str, rows: int, columns: int) -> Matrix:
         self._book.claim(name, (rows, columns))
         return open_matrix(self._model, name)
 
@@ -212,8 +214,10 @@ class Packer:
 
         self._futures += [self._pool.submit(part, begin) for begin in range(0, count, step)]
 
-    def _rounded(self, bits: Bits, source: StoredMatrix, begin: int, end: int) -> Rounded:
+    def _rounded(self, bits: Bits, source: Matrix, begin: int, end: int) -> Rounded:
         rows, columns = end - begin, source.info.shape[1]
+        if isinstance(source, QuantizedMatrix):
+            return self._rounded_codes(bits, source, begin, end)
         fast = source.gguf_type in self._fast_types
         if bits == 8:  # noqa: PLR2004 - 8 bits
             codes, scale = np.empty((rows, columns), np.int8), np.empty(rows, np.float32)
@@ -238,10 +242,19 @@ class Packer:
             self._native.dequantize(source.gguf_type, source.stored(begin, end), floats)
         else:
             floats = source.floats(begin, end)
-        return tuple(
-            part.view(torch.uint16).numpy() if part.dtype == torch.float16 else part.numpy()
-            for part in to_int4(torch.from_numpy(floats)).parts
-        )
+        return _arrays(to_int4(torch.from_numpy(floats)))
+
+    def _rounded_codes(self, bits: Bits, source: QuantizedMatrix, begin: int, end: int) -> Rounded:
+        """Four bits or less are taken over as they are; rounding them again would add errors."""
+        if bits == 8:  # noqa: PLR2004 - 8 bits
+            floats = source.floats(begin, end)
+            codes, scale = np.empty(floats.shape, np.int8), np.empty(len(floats), np.float32)
+            self._native.round_int8(floats, codes, scale)
+            return codes, scale
+        held = source.code_rows(begin, end)
+        if held is not None:
+            return _arrays(take_int4(held.codes, held.scale, held.zero))
+        return _arrays(to_int4(source.rows(begin, end)))
 
     def _count(self, numbers: int) -> None:
         with self._counting:
@@ -263,6 +276,14 @@ def packed_bytes(model: LocalModel, bits: Bits, native: Any) -> int:
         its_bits = TABLE_BITS if name == EMBEDDING else bits
         sizes += [rows // panel * native.panel_bytes(its_bits, tensor.shape[1]), rows * 4]
     return room_for(sizes)
+
+
+def _arrays(weight: Int4Weight) -> Rounded:
+    """For ``pack_int4``, which knows half precision as its bits."""
+    return tuple(
+        part.view(torch.uint16).numpy() if part.dtype == torch.float16 else part.numpy()
+        for part in weight.parts
+    )
 
 
 def _joined(names: Seq[str]) -> str:

@@ -17,6 +17,7 @@ from tokenpath.engine.kernels.native_program import NativeProgram, obstacle
 from tokenpath.engine.kernels.quantize import Bits
 from tokenpath.engine.kernels.torch_backend import TorchBackend
 from tokenpath.engine.kv_cache import allocate_kv_cache
+from tokenpath.engine.kv_tiers.copier import BlockCopier
 from tokenpath.engine.layers import Decoder, Step
 from tokenpath.engine.loading import CheckpointLoader, Progress
 from tokenpath.engine.native_loading import load_native
@@ -125,6 +126,10 @@ class ModelRunner:
     def reducer(self) -> Reducer:
         """What the sampler passes over logits with."""
         return TORCH if self._native is None else self._native.reducer
+
+    def copier(self) -> BlockCopier:
+        """Reads and writes whole blocks of the KV pool. Not while a step runs."""
+        return BlockCopier(self._cache, kernels=self.kernels)
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Compute a plan of at least one chunk.

@@ -79,6 +79,8 @@ gateway that can be told why."""
 LAST_STEP_S: Final = 1.0
 """At the end of a drain: how long what is aborted may take to tell its usage and stages. Within the
 time that the fleet has on top of the grace."""
+CLOSING_S: Final = 2.5
+"""How long an engine that ends may take for its last step and to put its KV blocks away."""
 PROGRESS_STEP: Final = 0.01
 _TOO_FAST: Final = "the replica cannot take requests as fast as they come"
 
@@ -162,7 +164,8 @@ class EngineServer:
             if isinstance(address, UnixAddress):
                 address.path.unlink(missing_ok=True)
             await asyncio.gather(*(c.close(FAREWELL_S) for c in self._connections))
-            self._worker.stop()
+            ready = isinstance(self._status, Ready)
+            await asyncio.to_thread(self._worker.stop, CLOSING_S if ready else 0.0)
 
     def end(self, exit_code: int) -> None:
         """Let ``serve`` return; the first caller's code counts."""

@@ -80,6 +80,9 @@ class Core(Protocol):
     def check_integrity(self) -> None:
         """Raise AssertionError naming the first broken invariant."""
 
+    def close(self) -> None:
+        """Let go of what outlives the process, within seconds; the last call."""
+
 
 Progress = Callable[[str, float], None]
 Load = Callable[[Progress], Core]
@@ -213,9 +216,11 @@ class Worker:
         """
         return self.inbox.put(Submit(request, arrived or self._clock(), grammar))
 
-    def stop(self) -> None:
-        """End after the current step, or at once when idle; does not wait for it."""
+    def stop(self, wait_s: float = 0.0) -> None:
+        """End after the current step, or at once when idle; waits for it only so long."""
         self.inbox.close()
+        if wait_s and self._thread.is_alive():
+            self._thread.join(wait_s)
 
     def _run(self) -> None:
         core = self._loaded_core()
@@ -223,6 +228,7 @@ class Worker:
             return
         try:
             self._serve(core)
+            core.close()
         except Exception as error:
             log.exception("the engine's state cannot be trusted any more")
             self._outlet.broke(error)

@@ -91,7 +91,6 @@ def hf_config(raw: Json, source: Path) -> ModelConfig:
     type and ``ModelUnsupportedError`` on an architecture or a variant that the engine lacks.
     """
     layout = layout_for_model_type(raw.get("model_type"), source)
-    _reject_quantized(raw, source)
     text, model_type = raw, str(raw["model_type"])
     if model_type == "gemma3":
         # The multi-modal checkpoint; its language model is a gemma3_text of its own.
@@ -224,16 +223,6 @@ def _mapping(value: object, source: Path) -> Json:
     if not isinstance(value, dict):
         raise ModelFileError(f"{source}: {str(value)[:60]!r} should be a JSON object")
     return value
-
-
-def _reject_quantized(raw: Json, source: Path) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization is not None:
-        method = _mapping(quantization, source).get("quant_method", "unknown")
-        raise ModelUnsupportedError(
-            f"{source} describes weights quantized by {method!r}; supported: unquantized "
-            "safetensors, or GGUF of any quantization"
-        )
 
 
 def _architecture(keys: _Keys, model_type: str) -> str:

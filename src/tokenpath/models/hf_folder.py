@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from tokenpath.models.architecture import ModelConfig
 from tokenpath.models.hf_config import hf_config, token_ids
-from tokenpath.models.layout import HEAD, TensorInfo, check_config, check_tensors
+from tokenpath.models.layout import HEAD, TensorInfo, check_config, check_tensors, expected_shapes
+from tokenpath.models.quantized.methods import OLD_FILES, Method, method_named, read_method
 from tokenpath.models.safetensors_file import read_safetensors
 from tokenpath.models.special_tokens import end_ids
 from tokenpath.protocol.errors import ModelFileError, ModelUnsupportedError
@@ -45,16 +46,24 @@ def read_hf_folder(path: Path) -> tuple[ModelConfig, dict[str, TensorInfo]]:
     Raises ``ModelFileError`` and ``ModelUnsupportedError``.
     """
     config_path = path / CONFIG
-    config = hf_config(read_json(config_path), config_path)
+    raw = read_json(config_path)
+    config = hf_config(raw, config_path)
     config = dataclasses.replace(config, eos_ids=_eos_ids(path, config))
     check_config(config, config_path)
     tensors: dict[str, TensorInfo] = {}
     stored_names: dict[str, str] = {}
-    for stored, info in stored_tensors(path).items():
+    method = _method(raw, path)
+    expected = expected_shapes(config)
+    found = stored_tensors(path)
+    if method is not None:
+        found = method.assemble(found)
+    for stored, info in found.items():
         name = _canonical(stored, config)
         if name is None:
             continue
-        if info.dtype not in _READABLE:
+        if method is not None and name.endswith(".bias") and name not in expected and _zero(info):
+            continue  # older quantizers gave one to every module
+        if info.dtype not in _READABLE and info.quantized is None:
             raise ModelUnsupportedError(
                 f"{info.file}: tensor {stored!r} is stored as {info.dtype}; supported: "
                 f"{', '.join(sorted(_READABLE))}"
@@ -65,6 +74,24 @@ def read_hf_folder(path: Path) -> tuple[ModelConfig, dict[str, TensorInfo]]:
         config = dataclasses.replace(config, tie_embeddings=True)  # nobody will ask for logits
     check_tensors(config, tensors, path, stored_names=stored_names)
     return config, tensors
+
+
+def _zero(info: TensorInfo) -> bool:
+    """Whether a tensor's bytes are all zero."""
+    with info.file.open("rb") as file:
+        file.seek(info.offset)
+        return not any(file.read(info.stored_bytes))
+
+
+def _method(raw: Mapping[str, Any], path: Path) -> Method | None:
+    """How the folder's weights are quantized; None: not."""
+    method = read_method(raw, path / CONFIG)
+    if method is not None:
+        return method
+    for file, name in OLD_FILES.items():
+        if (path / file).is_file():
+            return method_named(name, read_json(path / file), path / file)
+    return None
 
 
 def is_headless(config: ModelConfig) -> bool:

@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenpath.models.architecture import LayerKind, ModelConfig
 from tokenpath.protocol.errors import ModelFileError, ModelUnsupportedError
+
+if TYPE_CHECKING:
+    from tokenpath.models.quantized.form import Quantized
 
 Shape = tuple[int, ...]
 
@@ -35,6 +39,14 @@ class TensorInfo:
     file: Path
     offset: int
     """First byte of the data, from the start of ``file``."""
+    quantized: Quantized | None = None
+    """The stored tensors that a matrix of a quantized checkpoint is made of; its own ``file`` and
+    ``offset`` are then those of its codes, and ``stored_bytes`` is the sum."""
+
+    @property
+    def parts(self) -> tuple[TensorInfo, ...]:
+        """The stored tensors: itself, or what it is made of."""
+        return (self,) if self.quantized is None else self.quantized.parts
 
     @property
     def elements(self) -> int:

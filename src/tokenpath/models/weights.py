@@ -1,7 +1,7 @@
 """Tensors read from a checkpoint, under Hugging Face's names and with its numeric conventions.
 
-The only module of this room that imports torch. One tensor is in memory at a time, so that an
-engine can pack each as it comes, and a model that barely fits can be loaded.
+With ``stored`` and ``quantized`` the part of this room that imports torch. One tensor is in memory
+at a time, so that an engine can pack each as it comes, and a model that barely fits can be loaded.
 """
 
 from __future__ import annotations
@@ -18,39 +18,30 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tokenpath.models.layout import TensorInfo, layout_of
 from tokenpath.models.local import LocalModel
-from tokenpath.protocol.errors import ModelFileError, ModelUnsupportedError
+from tokenpath.models.quantized.matrix import QuantizedMatrix
+from tokenpath.models.stored import TORCH_DTYPES, bytes_at, read_stored
+from tokenpath.protocol.errors import ModelUnsupportedError
 
 Number = TypeVar("Number", bound=np.generic)
 
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
+"""Types of both formats that are numbers one by one."""
 
 
 def read_tensor(model: LocalModel, name: str) -> torch.Tensor:
     """One tensor by its canonical name, contiguous, in memory of its own.
 
-    From safetensors in the stored dtype; from GGUF dequantized to float32, with what GGUF
-    converters change undone. Raises ``KeyError`` for a name not in ``model.tensors``,
+    From safetensors in the stored dtype; quantized matrices, and all of a GGUF, in float32, with
+    what GGUF converters change undone. Raises ``KeyError`` for a name not in ``model.tensors``,
     ``ModelUnsupportedError`` for a GGUF type that the ``gguf`` library cannot dequantize, and
     ``ModelFileError`` if the file shrank since it was opened.
     """
     info = model.tensors[name]
+    if info.quantized is not None:
+        return QuantizedMatrix(info).tensor()
     if model.format == "safetensors":
         return read_stored(info)
     return torch.from_numpy(_as_hugging_face(model, name, _dequantized(info)))
-
-
-def read_stored(info: TensorInfo) -> torch.Tensor:
-    """A safetensors' tensor in the stored dtype, in memory of its own.
-
-    Raises ``ModelFileError`` if the file shrank since it was opened.
-    """
-    raw = torch.from_numpy(_stored_bytes(info))
-    return raw.view(_SAFETENSORS_DTYPES[info.dtype]).reshape(info.shape)
 
 
 def iter_tensors(model: LocalModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -72,8 +63,8 @@ class StoredMatrix:
 
     @property
     def gguf_type(self) -> str | None:
-        """What its blocks are called; None in safetensors."""
-        return None if self.info.dtype in _SAFETENSORS_DTYPES else self.info.dtype
+        """What its blocks are called; None for plain numbers."""
+        return None if self.info.dtype in _PLAIN else self.info.dtype
 
     def stored(self, begin: int, end: int) -> npt.NDArray[np.uint8]:
         """Rows as they are stored: uint8 [rows, bytes of a row].
@@ -85,7 +76,7 @@ class StoredMatrix:
         head = 1 if self.rotary_heads is None else total // self.rotary_heads
         first, last = begin // head * head, -(-end // head) * head
         start, count = self.info.offset + first * row_bytes, (last - first) * row_bytes
-        rows = _bytes_at(self.info, start, count).reshape(last - first, row_bytes)
+        rows = bytes_at(self.info, start, count).reshape(last - first, row_bytes)
         if self.rotary_heads is not None:
             rows = _halves(rows, (last - first) // head)
         return rows[begin - first : end - first]
@@ -95,13 +86,15 @@ class StoredMatrix:
         rows = self.stored(begin, end)
         if self.gguf_type is not None:
             return _dequantized_blocks(self.info, rows)
-        typed = torch.from_numpy(rows).view(_SAFETENSORS_DTYPES[self.info.dtype])
+        typed = torch.from_numpy(rows).view(TORCH_DTYPES[self.info.dtype])
         numbers: npt.NDArray[np.float32] = typed.float().numpy()
         return numbers
 
 
-def open_matrix(model: LocalModel, name: str) -> StoredMatrix:
+def open_matrix(model: LocalModel, name: str) -> StoredMatrix | QuantizedMatrix:
     """One matrix by its canonical name; nothing is read yet. Raises ``KeyError``."""
+    if model.tensors[name].quantized is not None:
+        return QuantizedMatrix(model.tensors[name])
     heads = None
     if layout_of(model.config.family).gguf_interleaved_rotary and model.format == "gguf":
         if ".q_proj." in name:
@@ -111,27 +104,21 @@ def open_matrix(model: LocalModel, name: str) -> StoredMatrix:
     return StoredMatrix(model.tensors[name], heads)
 
 
-def _stored_bytes(info: TensorInfo) -> npt.NDArray[np.uint8]:
-    return _bytes_at(info, info.offset, info.stored_bytes)
-
-
-def _bytes_at(info: TensorInfo, offset: int, count: int) -> npt.NDArray[np.uint8]:
-    data = np.fromfile(info.file, dtype=np.uint8, count=count, offset=offset)
-    if data.size != count:
-        raise ModelFileError(
-            f"{info.file} is truncated: {count:,} bytes should follow byte "
-            f"{offset:,}, but {data.size:,} do"
-        )
-    return data
-
-
 def _dequantized(info: TensorInfo) -> npt.NDArray[np.float32]:
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
     rows = (*info.shape[:-1], info.shape[-1] // block * block_bytes)
-    return _dequantized_blocks(info, _stored_bytes(info).reshape(rows))
+    return _dequantized_blocks(info, bytes_at(info, info.offset, info.stored_bytes).reshape(rows))
 
 
 def _dequantized_blocks(info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Rows of blocks as float32 [rows, columns].
+
+    The library has code for all types that files have but two: doubles and ``Q1_0``.
+    """
+    if info.dtype == "F64":
+        return np.ascontiguousarray(blocks).view(np.float64).astype(np.float32)
+    if info.dtype == "Q1_0":
+        return _signs(blocks)
     try:
         values = gguf.quants.dequantize(blocks, GGMLQuantizationType[info.dtype])
     except NotImplementedError:
@@ -140,6 +127,16 @@ def _dequantized_blocks(info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> npt.
             "dequantize"
         ) from None
     return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _signs(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Blocks of a half-precision scale and 128 bits: the scale where a bit is set, else less it."""
+    _, size = GGML_QUANT_SIZES[GGMLQuantizationType.Q1_0]
+    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, size)
+    scale = blocks[..., :2].copy().view(np.float16).astype(np.float32)
+    signs = np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little").astype(np.float32) * 2 - 1
+    values: npt.NDArray[np.float32] = (signs * scale).reshape(len(rows), -1)
+    return values
 
 
 def _as_hugging_face(

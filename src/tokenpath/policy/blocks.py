@@ -13,8 +13,10 @@ The pool knows nothing of tensors; block ids index them elsewhere.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from tokenpath.policy.tiers import BlockName
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +28,8 @@ class Entry:
     token_ids: tuple[int, ...]
     parent: Entry | None
     cache_key: tuple[str, str]
+    name: BlockName | None = None
+    """Under which its contents are kept when the pool has no room for them; None: they are not."""
 
     def holds(
         self, token_ids: tuple[int, ...], parent: Entry | None, cache_key: tuple[str, str]
@@ -37,8 +41,15 @@ class Entry:
 class BlockPool:
     """Reference-counted blocks with prefix reuse. Single-threaded, like its scheduler."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, *, on_evict: Callable[[BlockName, int], None] | None = None
+    ) -> None:
+        """``on_evict`` is told the name and the block of contents that are about to be lost.
+
+        It is called before the block is given to anybody else.
+        """
         self.total = num_blocks
+        self._on_evict = on_evict
         self.evictions_total = 0
         self._references = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
@@ -71,8 +82,7 @@ class BlockPool:
                 block = self._free.popleft()
             else:
                 block, _ = self._cached.popitem(last=False)
-                self._forget(block)
-                self.evictions_total += 1
+                self._evict(self._forget(block))
             self._references[block] = 1
             taken.append(block)
         return taken
@@ -126,6 +136,7 @@ class BlockPool:
         token_ids: tuple[int, ...],
         parent: Entry | None,
         cache_key: tuple[str, str],
+        name: BlockName | None = None,
     ) -> Entry | None:
         """Make a held, fully computed block findable under its hash.
 
@@ -140,10 +151,17 @@ class BlockPool:
             if self._reachable(known):
                 return None
             self._unregister(known)
-        entry = Entry(block, value, token_ids, parent, cache_key)
+        entry = Entry(block, value, token_ids, parent, cache_key, name)
         self._entry_of[block] = entry
         self._by_hash[value] = entry
         return entry
+
+    def cached_contents(self) -> Iterable[tuple[BlockName, int]]:
+        """Name and block of all that could be evicted and has a name, the next victim first."""
+        for block in self._cached:
+            name = self._entry_of[block].name
+            if name is not None:
+                yield name, block
 
     def clear_cache(self) -> None:
         """Forget every prefix; blocks held by sequences stay theirs."""
@@ -165,9 +183,15 @@ class BlockPool:
             del self._cached[entry.block]
             self._free.append(entry.block)
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, entry: Entry) -> None:
+        self.evictions_total += 1
+        if self._on_evict is not None and entry.name is not None:
+            self._on_evict(entry.name, entry.block)
+
+    def _forget(self, block: int) -> Entry:
         entry = self._entry_of.pop(block)
         del self._by_hash[entry.hash]
+        return entry
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise ``AssertionError`` unless every block is in exactly one place.

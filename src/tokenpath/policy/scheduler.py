@@ -20,7 +20,9 @@ from dataclasses import dataclass
 
 from tokenpath.policy.blocks import BlockPool, Entry
 from tokenpath.policy.prefix import BlockHasher, block_hash, chain_root
+from tokenpath.policy.restoring import Restoring
 from tokenpath.policy.sequence import Chunk, Sequence, SequenceState, StepPlan
+from tokenpath.policy.tiers import Tiers
 from tokenpath.protocol.errors import ContextLengthError, InvalidRequestError
 
 
@@ -52,14 +54,28 @@ def _urgency(sequence: Sequence) -> tuple[int, int]:
 class Scheduler:
     """Owns the waiting and running sequences and their blocks. Single-threaded."""
 
-    def __init__(self, config: SchedulerConfig, *, hasher: BlockHasher = block_hash) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        hasher: BlockHasher = block_hash,
+        tiers: Tiers | None = None,
+        run: bytes = b"",
+    ) -> None:
+        """``tiers`` keeps what the pool evicts, if there are any; it needs the prefix cache.
+
+        ``run`` is random bytes of this process; see ``policy.prefix.identity_root``.
+        """
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, on_evict=None if tiers is None else tiers.save)
+        self._restoring: Restoring | None = None
+        if tiers is not None and config.prefix_cache:
+            self._restoring = Restoring(tiers, block_tokens=config.block_tokens, run=run)
         self.preemptions_total = 0
         self.prompt_tokens_total = 0
         """Prompt tokens of every sequence that was ever admitted, counted once each."""
         self.cached_prompt_tokens_total = 0
-        """Of those, the tokens found in the prefix cache at the first admission."""
+        """Of those, the tokens found in the prefix cache, or its tiers, at the first admission."""
         self._hasher = hasher
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
@@ -150,8 +166,14 @@ class Scheduler:
         return sequence
 
     def plan(self) -> StepPlan:
-        """Choose the next step's chunks and allocate their blocks; empty when there is no work."""
+        """Choose the next step's chunks and allocate their blocks; empty when there is no work.
+
+        With tiers, blocks are copied out of the pool and into it meanwhile, and a plan may be empty
+        because everybody waits for them.
+        """
         draft = _Draft(self.config.max_step_tokens)
+        if self._restoring is not None:
+            self._restoring.new_step()
         decoding = [s for s in self._running if s.uncomputed == 1]
         prefilling = [s for s in self._running if s.uncomputed > 1]
         for sequence in (*decoding, *prefilling):
@@ -186,6 +208,8 @@ class Scheduler:
         if sequence is None:
             return False
         del self._chains[request_id]
+        if self._restoring is not None:
+            self._restoring.forget(sequence)
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
             self.pool.release(sequence.blocks)
@@ -217,9 +241,15 @@ class Scheduler:
                 f"{sequence.request_id} has computed tokens without a block"
             )
             assert sequence.uncomputed >= 1, f"{sequence.request_id} has nothing left to compute"
+        if self._restoring is not None:
+            self._restoring.check_integrity(
+                {s.request_id for s in self._running}, set(self._sequences)
+            )
 
     def _extend(self, sequence: Sequence, draft: _Draft) -> None:
         """Give a running sequence its next chunk, preempting less urgent ones to make room."""
+        if not self._restored(sequence):
+            return
         length = min(sequence.uncomputed, draft.budget)
         while not self._grow(sequence, sequence.computed + length):
             victim = self._running[-1]
@@ -244,7 +274,14 @@ class Scheduler:
             pinned = sum(self.pool.is_cached(entry.block) for entry in matched)
             if promised + fresh + pinned > self.pool.available and self._running:
                 return
+            if self._restoring is not None and self._restoring.awaits(sequence, len(matched)):
+                promised += fresh + pinned
+                position += 1
+                continue
             self._start(sequence, matched, draft)
+            if not self._restored(sequence):
+                promised += self._blocks_missing(sequence)
+                continue
             length = min(sequence.uncomputed, draft.budget)
             grown = self._grow(sequence, sequence.computed + length)
             assert grown, "an admitted sequence must find the blocks it was admitted for"
@@ -265,6 +302,29 @@ class Scheduler:
             sequence.cached_prompt_tokens = sequence.computed
             self.prompt_tokens_total += sequence.prompt_tokens
             self.cached_prompt_tokens_total += sequence.computed
+        if self._restoring is not None:
+            self._restoring.begin(sequence, len(matched))
+
+    def _restored(self, sequence: Sequence) -> bool:
+        """Whether a running sequence has all that the tiers can give it, after giving it some."""
+        restoring = self._restoring
+        if restoring is None:
+            return True
+        due = restoring.due(sequence)
+        if due:
+            blocks = self.pool.allocate(due)
+            if blocks is None:
+                restoring.give_up(sequence)
+                return True
+            count = restoring.restore(sequence, blocks)
+            self.pool.release(blocks[count:])
+            sequence.blocks += blocks[:count]
+            sequence.computed += count * self.config.block_tokens
+            self._register(sequence)
+            if sequence.cached_prompt_tokens is not None and not sequence.preemptions:
+                sequence.cached_prompt_tokens += count * self.config.block_tokens
+                self.cached_prompt_tokens_total += count * self.config.block_tokens
+        return not restoring.pending(sequence)
 
     def _preempt(self, victim: Sequence, draft: _Draft) -> None:
         self._running.remove(victim)
@@ -276,6 +336,8 @@ class Scheduler:
         victim.preemptions += 1
         victim.state = SequenceState.WAITING
         self.preemptions_total += 1
+        if self._restoring is not None:
+            self._restoring.requeued(victim)
         self._enqueue(victim)
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -355,6 +417,7 @@ class Scheduler:
                 self._tokens_of(sequence, index),
                 chain.entries[-1] if chain.entries else None,
                 sequence.cache_key,
+                None if self._restoring is None else self._restoring.name(sequence, index),
             )
             if entry is None:
                 chain.entries = None

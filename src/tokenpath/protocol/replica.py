@@ -43,6 +43,23 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_blocks_cached: int = 0
     """Held by nobody, reusable as a prefix, reclaimable at once."""
     kv_blocks_total: int = 0
+    kv_host_blocks: int = 0
+    """Evicted from the pool and kept in host memory."""
+    kv_host_bytes: int = 0
+    kv_disk_blocks: int = 0
+    """Kept in files; those in host memory may be among them."""
+    kv_disk_bytes: int = 0
+    kv_saved_blocks_total: int = 0
+    """Copied out of the pool as they were evicted."""
+    kv_restored_blocks_total: int = 0
+    """Copied back into the pool."""
+    kv_restored_tokens_total: int = 0
+    kv_disk_hits_total: int = 0
+    """Blocks read from the disk because somebody's prefix has them."""
+    kv_corrupt_blocks_total: int = 0
+    """Found damaged, and computed instead."""
+    kv_dropped_blocks_total: int = 0
+    """Lost from the last tier, or never kept, for want of room or time."""
     prompt_tokens_total: int = 0
     cached_prompt_tokens_total: int = 0
     generated_tokens_total: int = 0

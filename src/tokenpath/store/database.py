@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ SCHEMA_REVISION = "0001"
 BUSY_TIMEOUT_S = 5.0
 """How long a statement waits for another process's write."""
 
+_RETRY_S = 0.01
 _BEGIN = "tokenpath_begin"
 _REASONS = {
     "SQLITE_BUSY": "is locked by another process; try again, or find who holds it with fuser",
@@ -142,7 +144,7 @@ def _engine(path: Path, busy_timeout_s: float) -> sa.Engine:
     def _prepare(connection: Any, _record: object) -> None:
         connection.isolation_level = None
         cursor = connection.cursor()
-        cursor.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(cursor, busy_timeout_s)
         cursor.execute("PRAGMA synchronous = FULL")
         cursor.execute("PRAGMA foreign_keys = ON")
         cursor.close()
@@ -152,6 +154,20 @@ def _engine(path: Path, busy_timeout_s: float) -> sa.Engine:
         connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN, "BEGIN"))
 
     return engine
+
+
+def _write_ahead(cursor: sqlite3.Cursor, timeout_s: float) -> None:
+    """Set the journal's mode. SQLite does not wait for that lock by itself when several set it."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorname != "SQLITE_BUSY" or time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return
 
 
 def _revision(connection: sa.Connection) -> str | None:

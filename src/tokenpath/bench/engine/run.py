@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tokenpath.bench.engine import report, roofline
+from tokenpath.bench.engine import report, roofline, tiering
 from tokenpath.bench.engine.cost import ModelCost, model_cost
 from tokenpath.bench.engine.loaded import (
     LoadedModel,
@@ -19,7 +19,7 @@ from tokenpath.bench.engine.loaded import (
 )
 from tokenpath.bench.engine.progress import Reporter
 from tokenpath.bench.engine.session import Session, Span, TimedRunner
-from tokenpath.bench.engine.works import Decode, Prefill, check_fit
+from tokenpath.bench.engine.works import Decode, Prefill, Tiering, Work, check_fit
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models.source import parse_source
@@ -28,7 +28,7 @@ from tokenpath.models.source import parse_source
 def run(
     source: str,
     settings: EngineSettings,
-    works: Sequence[Prefill | Decode],
+    works: Sequence[Work],
     *,
     rounds: int,
     seed: int,
@@ -58,28 +58,42 @@ def run(
     session = Session(loaded.core, runners[0], step_tokens=settings.max_step_tokens, seed=seed)
     reporter.say("warming up")
     session.warm_up()
-    spans: dict[Prefill | Decode, list[Span]] = {work: [] for work in works}
+    plain = [work for work in works if not isinstance(work, Tiering)]
+    spans: dict[Prefill | Decode, list[Span]] = {work: [] for work in plain}
     rss_bytes = peak_rss_bytes = 0
     probe = None
     for number in range(1, rounds + 1):
-        for work in works:
+        for work in plain:
             reporter.say(f"round {number} of {rounds}: {work.name}")
             spans[work].append(session.measure(work))
         if number == 1:
             rss_bytes, peak_rss_bytes = resident_bytes(), peak_resident_bytes()
-            if with_roofline:
+            if with_roofline and plain:
                 # Not before memory was looked at: its operands are not the engine's. The first
                 # round is held against the limits at its end, the others against their moments'.
                 reporter.say(f"round {number} of {rounds}: the machine's limits")
                 probe = roofline.Probe(_product(loaded), threads=loaded.runner.threads)
                 now = probe()
-                spans = {work: [replace(s, limits=(now,)) for s in spans[work]] for work in works}
+                spans = {work: [replace(s, limits=(now,)) for s in spans[work]] for work in plain}
                 session.probe = probe
     loaded.core.check_integrity()
+    tiers = {
+        work.name: tiering.measure(
+            loaded.runner,
+            work,
+            step_tokens=settings.max_step_tokens,
+            rounds=rounds,
+            seed=seed,
+            say=reporter.say,
+        )
+        for work in works
+        if isinstance(work, Tiering)
+    }
     return report.build(
         subject=loaded.subject(),
         cost=_cost(loaded),
         spans=spans,
+        tiers=tiers,
         roofline=None if probe is None else probe.roofline,
         load_s=loaded.load_s,
         rss_bytes=rss_bytes,

@@ -17,7 +17,7 @@ DECODE_STEPS = 32
 STEP_OVERHEAD = "step_overhead"
 STRUCTURED_OVERHEAD = "structured_overhead"
 _NAME = re.compile(
-    r"prefill_(?P<prompt>[1-9]\d{0,6})|(?P<kind>decode|structured)_(?P<sequences>[1-9]\d{0,3})_(?P<context>[1-9]\d{0,6})"
+    r"tiers_(?P<tiers>[1-9]\d{0,6})|prefill_(?P<prompt>[1-9]\d{0,6})|(?P<kind>decode|structured)_(?P<sequences>[1-9]\d{0,3})_(?P<context>[1-9]\d{0,6})"
 )
 
 
@@ -77,7 +77,28 @@ class Decode:
         return [max(1, self.context - wait) for wait in waits]
 
 
-Work = Prefill | Decode
+@dataclass(frozen=True, slots=True)
+class Tiering:
+    """Prompts of so many tokens that were evicted; see ``bench.engine.tiering``."""
+
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"tiers_{self.tokens}"
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Most tokens that a sequence of the work comes to have."""
+        return self.tokens + 1
+
+    @property
+    def sequences(self) -> int:
+        """That the pool holds at a time."""
+        return 2
+
+
+Work = Prefill | Decode | Tiering
 OVERHEAD_WORK = Decode(8, 64)
 """The step overhead is taken from its steps."""
 STRUCTURED_WORK = Decode(8, 64, structured=True)
@@ -139,8 +160,11 @@ def _parse(name: str) -> Work:
     if found is None:
         raise SpecError(
             f"--only: {name!r} is no work; works are prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
-            f"structured_SEQUENCES_CONTEXT and {STEP_OVERHEAD}, such as prefill_512,decode_8_1024"
+            f"structured_SEQUENCES_CONTEXT, tiers_TOKENS and {STEP_OVERHEAD}, such as "
+            "prefill_512,decode_8_1024"
         )
+    if found["tiers"]:
+        return Tiering(int(found["tiers"]))
     if found["prompt"]:
         return Prefill(int(found["prompt"]))
     return Decode(int(found["sequences"]), int(found["context"]), found["kind"] == "structured")

@@ -117,8 +117,8 @@ def fixed_text(
     return [Part(part.name, _read(part, folder, progress, fetch)) for part in parts]
 
 
-def given_text(paths: Sequence[Path]) -> list[Part]:
-    """Files of the user's own, each a part under its name.
+def given_text(paths: Sequence[Path], option: str = "--text") -> list[Part]:
+    """Files of the user's own, each a part under its name; ``option`` is what named them.
 
     Raises ``SpecError`` if one is no text.
     """
@@ -127,11 +127,11 @@ def given_text(paths: Sequence[Path]) -> list[Part]:
         try:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
-            raise SpecError(f"--text {path} cannot be read: {error.strerror}") from error
+            raise SpecError(f"{option} {path} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise SpecError(f"--text {path} is no UTF-8 text") from error
+            raise SpecError(f"{option} {path} is no UTF-8 text") from error
         if path.name in {part.name for part in parts}:
-            raise SpecError(f"two files of --text are named {path.name}; their names must differ")
+            raise SpecError(f"two files of {option} are named {path.name}; their names must differ")
         parts.append(Part(path.name, text))
     return parts
 

@@ -108,6 +108,34 @@ def to_int4(weight: torch.Tensor) -> Int4Weight:
     return Int4Weight(*(torch.cat(part) for part in parts))
 
 
+def take_int4(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> Int4Weight:
+    """Weights that are 4-bit codes already: ``weight = scale * (codes - zero)`` in groups of 32.
+
+    ``codes`` is uint8 [N, K], ``scale`` and ``zero`` are float32 [N, K / 32], none negative. Codes
+    stay as they are; scales are rounded to the 8-bit numbers of their block, and minima so that a
+    group's zero stays where it was as nearly as they allow.
+    """
+    whole, unit = _nearest_in_units(scale)
+    common = zero[0, 0]
+    if (zero == common).all():  # symmetric: a minimum is the same multiple of every scale
+        low_unit, minimum = (unit.float() * common).half(), whole
+    else:
+        minimum, low_unit = _nearest_in_units(zero * _of_units(whole, unit))
+    return Int4Weight(codes.contiguous(), whole, minimum, unit, low_unit)
+
+
+def _nearest_in_units(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``_in_units``, rounded to the nearest."""
+    blocks = torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK)).view(
+        len(values), -1, BLOCK
+    )
+    largest = blocks.amax(-1)
+    unit = torch.where(largest > 0, largest / 255.0 * (1 + 2**-10) + 2**-24, largest).half()
+    count = torch.where(unit[:, :, None] > 0, blocks / unit.float()[:, :, None], blocks)
+    whole = count.round().clamp(0, 255).to(torch.uint8).flatten(1)
+    return whole[:, : values.shape[1]].contiguous(), unit
+
+
 def _int4_rows(weight: torch.Tensor) -> Int4Weight:
     values = weight.float().view(len(weight), -1, GROUP)
     minimum, low_unit = _in_units((-values.amin(-1)).clamp(min=0.0))

@@ -160,6 +160,9 @@ class PoolingCore:
             resident_bytes=self._resident_bytes(),
         )
 
+    def close(self) -> None:
+        """Nothing of it outlives the process."""
+
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant. Between steps only."""
         for request_id, live in self._live.items():

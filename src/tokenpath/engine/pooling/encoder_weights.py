@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpath.models.encoder_model import EncoderModel
-from tokenpath.models.weights import read_stored
+from tokenpath.models.stored import read_stored
 
 Progress = Callable[[str, float], None]
 
