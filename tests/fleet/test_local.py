@@ -43,8 +43,8 @@ from tokenpath.protocol.errors import (
 )
 from tokenpath.protocol.events import Failed, FinishReason
 from tokenpath.protocol.framing import encode
-from tokenpath.protocol.link import Hello, Submit
-from tokenpath.protocol.replica import ReplicaState
+from tokenpath.protocol.link import PROTOCOL_VERSION, Hello, Submit
+from tokenpath.protocol.replica import ReplicaState, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest, SamplingParams, TokenPrompt
 
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
@@ -305,7 +305,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off_by_a_real_process(start):
     process = replica._process
     _, writer = await asyncio.open_unix_connection(process.address.path)
     writer.transport.pause_reading()
-    writer.write(encode(Hello(version=1, token=process.token)))
+    writer.write(encode(Hello(version=PROTOCOL_VERSION, token=process.token)))
     await asyncio.sleep(0.1)
     writer.write(encode(Submit(request("slow", kind=WIDE, max_tokens=1_000_000))))
     await until(lambda: replica.last_stats.aborts_total == 1)
@@ -475,7 +475,8 @@ async def test_a_real_model_streams_and_an_abort_frees_everything(start, gemma_p
         await replica.wait_ready()
     name, what, fraction = seen[-1]
     assert (name, fraction) == ("m-0", 1.0)
-    assert what.endswith("weights"), "packing, reading packed ones, or plain"
+    assert what == "warming up", "the last thing before a model says ready"
+    assert replica.last_stats.counted() == ReplicaStats(), "a rehearsal leaves no trace"
     assert replica.card.architecture == "gemma3"
     tokenizer = open_model(gemma_path).tokenizer()
     wanted = GenerationRequest(

@@ -237,6 +237,7 @@ def _served(models: Sequence[ReadyModel], replicas: Sequence[LocalReplica]) -> l
             max_running=model.spec.engine.max_running,
             task=model.task,
             inputs=model.inputs,
+            wakes=model.spec.engine.when_asleep == "wake",
         )
         for model, replica in zip(models, replicas, strict=True)
     ]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tokenpath.config.launch import EXIT_STUCK
 from tokenpath.config.spec import EngineSettings
 from tokenpath.fleet.lifecycle import Lifecycle, move
 from tokenpath.fleet.process import ENGINE_COMMAND, EngineProcess
@@ -32,7 +33,7 @@ from tokenpath.protocol.errors import (
 )
 from tokenpath.protocol.events import Failed, GenerationEvent
 from tokenpath.protocol.pooling import Pooled, PoolingRequest
-from tokenpath.protocol.replica import ModelCard, ReplicaState, ReplicaStats
+from tokenpath.protocol.replica import RESTING, ModelCard, ReplicaState, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
 LISTEN_TIMEOUT_S: Final = 60.0
@@ -42,6 +43,9 @@ EXIT_NOTICE_S: Final = 1.0
 """A link that ends is mostly a process that ends; wait this long to see its exit code."""
 TERM_S: Final = 3.0
 """From SIGTERM to SIGKILL for a process that has already drained."""
+
+LOADED: Final = RESTING | {ReplicaState.READY}
+"""States in which a process has loaded its model, whether it holds it or not."""
 
 log = logging.getLogger("tokenpath.fleet")
 
@@ -138,7 +142,7 @@ class LocalReplica:
         Raises the error of a replica that has failed for good: the load's own, or
         ``UnavailableError`` once it has been given up.
         """
-        while self.state is not ReplicaState.READY:
+        while self.state not in LOADED:
             if self.state is ReplicaState.FAILED:
                 raise self._final_error or UnavailableError(self.reason)
             if self.state in {ReplicaState.DRAINING, ReplicaState.STOPPED}:
@@ -156,7 +160,7 @@ class LocalReplica:
 
     def _ready_link(self) -> LinkedReplica:
         match self.state:
-            case ReplicaState.READY if self._link is not None:
+            case state if state in LOADED and self._link is not None:
                 return self._link
             case ReplicaState.DRAINING:
                 raise DrainingError("the replica is shutting down")
@@ -180,9 +184,17 @@ class LocalReplica:
         """Refuse new requests, wait up to ``grace_s`` for the running ones, abort the rest."""
         if self._link is None:
             return
-        if self.state is ReplicaState.READY:
+        if self.state in LOADED:
             self._move(ReplicaState.DRAINING)
         await self._link.drain(grace_s)
+
+    async def sleep(self, grace_s: float, *, keep_kv: bool = True) -> None:
+        """Give back weights and KV pool; see ``protocol.replica``."""
+        await self._ready_link().sleep(grace_s, keep_kv=keep_kv)
+
+    async def wake(self) -> None:
+        """Load them again; see ``protocol.replica``."""
+        await self._ready_link().wake()
 
     async def stop(self, grace_s: float) -> None:
         """Drain, end the process, and return when nothing of it is left."""
@@ -195,7 +207,7 @@ class LocalReplica:
         # Between two runs, or just starting one: milliseconds, not worth an event of its own.
         while self._process is None and not supervisor.done():  # noqa: ASYNC110
             await asyncio.sleep(LISTEN_POLL_S)
-        if self.state in {ReplicaState.READY, ReplicaState.DRAINING}:
+        if self.state in LOADED | {ReplicaState.DRAINING}:
             try:
                 async with asyncio.timeout(grace_s + TERM_S):
                     await self.drain(grace_s)
@@ -264,7 +276,7 @@ class LocalReplica:
             finally:
                 self._link = None
                 await link.close()
-            if self.state in {ReplicaState.LOADING, ReplicaState.READY}:
+            if self.state in LOADED | {ReplicaState.LOADING}:
                 self._move(ReplicaState.PENDING, link.reason)
             await process.wait(EXIT_NOTICE_S)
 
@@ -277,6 +289,7 @@ class LocalReplica:
                     replica_id=self.replica_id,
                     token=process.token,
                     on_progress=self._progressed,
+                    on_state=self._linked,
                 )
             except ReplicaLostError:
                 await process.wait(LISTEN_POLL_S)
@@ -290,8 +303,8 @@ class LocalReplica:
         else:
             if self._ready_at is None:
                 self._ready_at = time.monotonic()
-            if self.state is ReplicaState.LOADING:
-                self._move(ReplicaState.READY)
+            if self.state is ReplicaState.LOADING:  # it was told before this side had the link
+                self._linked(link.state)
         await link.wait_closed()
 
     def _next(self, exit_code: int | None) -> float | None:
@@ -326,6 +339,12 @@ class LocalReplica:
                 await self._stopping.wait()
         except TimeoutError:
             return
+
+    def _linked(self, state: ReplicaState) -> None:
+        """Be in the state that the link tells, as far as this side has not decided otherwise."""
+        mine = LOADED | {ReplicaState.LOADING}
+        if self._link is not None and self.state in mine - {state} and state in LOADED:
+            self._move(state)
 
     def _progressed(self, what: str, fraction: float) -> None:
         self._on_progress(self.replica_id, what, fraction)
@@ -391,4 +410,6 @@ def _how_it_ended(exit_code: int | None) -> str:
     if exit_code < 0:
         hint = ", perhaps because memory ran out" if exit_code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-exit_code).name}{hint}"
+    if exit_code == EXIT_STUCK:
+        return f"was stuck and ended itself (exit code {exit_code})"
     return f"ended with exit code {exit_code}"

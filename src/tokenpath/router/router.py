@@ -117,9 +117,9 @@ class Router:
         return sum(post.in_flight for post in self._posts[model.name])
 
     def _least_loaded(self, model: ServedModel) -> Post:
-        ready = [
-            post for post in self._posts[model.name] if post.replica.state is ReplicaState.READY
-        ]
-        if not ready:
+        able = [post for post in self._posts[model.name] if model.takes(post.replica)]
+        if not able:
             raise model.unready()
-        return min(ready, key=lambda post: post.load().sequences)
+        # One that sleeps is woken only where none is awake.
+        ready = [post for post in able if post.replica.state is ReplicaState.READY]
+        return min(ready or able, key=lambda post: post.load().sequences)

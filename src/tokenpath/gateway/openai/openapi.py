@@ -28,6 +28,7 @@ from tokenpath.gateway.openai.pooling_schema import (
     ScoreRequest,
 )
 from tokenpath.gateway.openai.schema import ChatCompletionRequest, CompletionRequest
+from tokenpath.protocol.replica import ReplicaState
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (
@@ -69,6 +70,17 @@ _FAILURES = {
     "504": "The request ran longer than it may.",
 }
 _PROBE = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
+_READY = {
+    "type": "object",
+    "properties": {
+        "status": {"type": "string"},
+        "models": {
+            "type": "object",
+            "additionalProperties": {"type": "string", "enum": [*ReplicaState]},
+        },
+    },
+    "required": ["status", "models"],
+}
 
 
 def openapi_document(limits: Limits, models: Sequence[str]) -> dict[str, Any]:
@@ -116,7 +128,7 @@ def openapi_document(limits: Limits, models: Sequence[str]) -> dict[str, Any]:
                 }
             },
             "/health": {"get": _get("health", "Whether the server is alive.", _PROBE, key=False)},
-            "/ready": {"get": _get("ready", "Whether a model can answer.", _PROBE, key=False)},
+            "/ready": {"get": _get("ready", "Whether a model can answer.", _READY, key=False)},
             "/metrics": {"get": _text("metrics", "Metrics for Prometheus.", "text/plain")},
             "/openapi.json": {
                 "get": _get("openapi", "This document.", {"type": "object"}, key=False)
