@@ -67,6 +67,11 @@ class Gateway(_Strict):
     auth: Literal["keys", "none"] = "keys"
     """``keys``: an API key is required as soon as one was ever created; before that, and with
     ``none``, only loopback addresses may be listened on."""
+    admin: Literal["keys", "local"] = "keys"
+    """Who may operate the server (``/admin``). ``keys``: who has a key made with ``tokenpath keys
+    create NAME --admin``; a server without keys is operated by nobody, so that no program gets by
+    an upgrade what it could not do before. ``local``: without keys, any program of this machine
+    may. Once a key was created, ``local`` changes nothing."""
     keepalive_s: Annotated[float, Field(gt=0)] | None = None
     """Send an SSE comment this often while a streamed request waits for its first output. It
     commits the response to status 200, so it is off unless a proxy in between needs it."""

@@ -8,13 +8,14 @@ nothing; any other end is followed by a restart after a pause (``policy.backoff`
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from tokenpath.config.launch import EXIT_STUCK
 from tokenpath.config.spec import EngineSettings
@@ -47,6 +48,14 @@ TERM_S: Final = 3.0
 LOADED: Final = RESTING | {ReplicaState.READY}
 """States in which a process has loaded its model, whether it holds it or not."""
 
+_S = ReplicaState
+_HAPPENINGS: Final[dict[tuple[ReplicaState, ReplicaState], Happening]] = {
+    (_S.LOADING, _S.READY): "ready",
+    (_S.FALLING_ASLEEP, _S.ASLEEP): "slept",
+    (_S.WAKING, _S.READY): "woke",
+    (_S.WAKING, _S.ASLEEP): "wake_failed",
+}
+
 log = logging.getLogger("tokenpath.fleet")
 
 
@@ -66,6 +75,10 @@ class ReplicaPlan:
 
 OnProgress = Callable[[str, str, float], None]
 """Replica id, what is being loaded, fraction."""
+Happening = Literal["ready", "slept", "woke", "wake_failed", "ended", "stuck"]
+"""What a replica goes through. ``ended`` is a process that ended without having been asked to."""
+OnHappening = Callable[[str, Happening], None]
+"""The model's name, and what its replica went through."""
 
 
 class LocalReplica:
@@ -76,11 +89,16 @@ class LocalReplica:
         plan: ReplicaPlan,
         *,
         on_progress: OnProgress = lambda _replica_id, _what, _fraction: None,
+        on_happening: OnHappening = lambda _name, _happening: None,
         backoff: BackoffConfig = BackoffConfig(),  # noqa: B008 - frozen
         command: Sequence[str] = ENGINE_COMMAND,
+        one_try: bool = False,
     ) -> None:
+        """With ``one_try`` a process that ends before it was ever ready is not started again."""
         self._plan = plan
         self._on_progress = on_progress
+        self._on_happening = on_happening
+        self._one_try = one_try
         self._backoff = Backoff(backoff)
         self._command = command
         self._life = Lifecycle()
@@ -301,6 +319,7 @@ class LocalReplica:
         except TokenpathError:
             self._final_error = link.load_error
         else:
+            self._one_try = False
             if self._ready_at is None:
                 self._ready_at = time.monotonic()
             if self.state is ReplicaState.LOADING:  # it was told before this side had the link
@@ -320,10 +339,13 @@ class LocalReplica:
             return None
         ended = f"the engine process {_how_it_ended(exit_code)}"
         ready_s = None if self._ready_at is None else time.monotonic() - self._ready_at
+        self._on_happening(self._plan.name, "stuck" if exit_code == EXIT_STUCK else "ended")
         pause_s = self._backoff.after_exit(ready_s)
-        if pause_s is None:
+        once = self._one_try and ready_s is None
+        if pause_s is None or once:
             last = f"; its last line was: {self._last_words[-1]}" if self._last_words else ""
-            self._fail(UnavailableError(f"{ended} before it was ready, several times{last}"))
+            times = "" if once else ", several times"
+            self._fail(UnavailableError(f"{ended} before it was ready{times}{last}"))
             return None
         reason = f"{ended}; starting it again in {pause_s:g} s"
         log.warning("replica %s: %s", self.replica_id, reason)
@@ -355,6 +377,9 @@ class LocalReplica:
         self._move(ReplicaState.FAILED, error.message)
 
     def _move(self, to: ReplicaState, reason: str = "") -> None:
+        happening = _HAPPENINGS.get((self.state, to))
+        if happening is not None:
+            self._on_happening(self._plan.name, happening)
         self._life = move(self._life, to, reason)
         log.debug("replica %s is %s %s", self.replica_id, to, reason)
         self._changed.set()
@@ -372,13 +397,40 @@ class LocalFleet:
         plans: Sequence[ReplicaPlan],
         *,
         on_progress: OnProgress = lambda _replica_id, _what, _fraction: None,
+        on_happening: OnHappening = lambda _name, _happening: None,
         backoff: BackoffConfig = BackoffConfig(),  # noqa: B008 - frozen
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
-        self.replicas: tuple[LocalReplica, ...] = tuple(
-            LocalReplica(plan, on_progress=on_progress, backoff=backoff, command=command)
-            for plan in plans
+        self._make = functools.partial(
+            LocalReplica,
+            on_progress=on_progress,
+            on_happening=on_happening,
+            backoff=backoff,
+            command=command,
         )
+        self.replicas: tuple[LocalReplica, ...] = tuple(self._make(plan) for plan in plans)
+        """Those that serve, each in its place."""
+        self._beside: set[LocalReplica] = set()
+        """Those that are tried, and those that have been replaced and still end."""
+
+    def try_beside(self, plan: ReplicaPlan) -> LocalReplica:
+        """Start a replica beside those that serve; one that ends before it is ready has failed."""
+        candidate = self._make(plan, one_try=True)
+        self._beside.add(candidate)
+        candidate.start()
+        return candidate
+
+    def put_in_place(self, candidate: LocalReplica, old: LocalReplica) -> None:
+        """Let a replica that was tried serve in the place of another, which is to be ended."""
+        self.replicas = tuple(candidate if each is old else each for each in self.replicas)
+        self._beside.discard(candidate)
+        self._beside.add(old)
+
+    async def end(self, replica: LocalReplica, grace_s: float) -> None:
+        """Drain and end a replica that does not serve, or no longer."""
+        assert replica not in self.replicas
+        await replica.stop(grace_s)
+        self._beside.discard(replica)
 
     async def start(self) -> None:
         """Start every process; does not wait until they are ready."""
@@ -391,7 +443,8 @@ class LocalFleet:
 
     async def stop(self, grace_s: float) -> None:
         """Drain and end every process, all at once; nothing of them is left afterwards."""
-        await asyncio.gather(*(replica.stop(grace_s) for replica in self.replicas))
+        every = (*self.replicas, *self._beside)
+        await asyncio.gather(*(replica.stop(grace_s) for replica in every))
 
 
 def _final_error(exit_code: int | None, last_words: list[str]) -> TokenpathError | None:
