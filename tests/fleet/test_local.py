@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from link_helpers import certificate, free_port, request, until
-from scripted_engine import BREAKS_ALL, WIDE
+from scripted_engine import BREAKS_ALL, HANGS, WIDE
 
 from tokenpath.config.launch import (
     LINK_TOKEN_VARIABLE,
@@ -48,6 +48,7 @@ from tokenpath.protocol.replica import ReplicaState, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest, SamplingParams, TokenPrompt
 
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
+ONE_THREAD = EngineSettings(threads=1)
 QUICK = BackoffConfig(initial_s=0.05, max_s=0.1, failed_starts=3)
 
 
@@ -64,10 +65,10 @@ def runtime_folder(tmp_path_factory, monkeypatch) -> Path:
 async def start():
     fleets = []
 
-    async def start_one(model: str, *, command=SCRIPTED, **options) -> LocalReplica:
-        plan = ReplicaPlan(
-            replica_id="m-0", name="m", model=Path(model), engine=EngineSettings(threads=1)
-        )
+    async def start_one(
+        model: str, *, command=SCRIPTED, engine=ONE_THREAD, **options
+    ) -> LocalReplica:
+        plan = ReplicaPlan(replica_id="m-0", name="m", model=Path(model), engine=engine)
         fleet = LocalFleet([plan], backoff=QUICK, command=command, **options)
         fleets.append(fleet)
         await fleet.start()
@@ -147,6 +148,30 @@ async def test_a_core_that_breaks_is_replaced(start):
     await until(lambda: replica.restarts == 1)
     await ready(replica)
     assert len(await collect(replica, request("good"))) == 5
+
+
+async def test_a_stuck_step_ends_the_process_and_another_takes_over(start):
+    replica = await ready(await start("good", engine=EngineSettings(step_timeout_s=0.3)))
+    events = await collect(replica, request("hangs", kind=HANGS))
+    assert events[-1].error.code == "replica_lost"
+    assert "took more than 0.3 s" in events[-1].error.message
+    await until(lambda: replica.restarts == 1)
+    assert any("in step" in line for line in replica._last_words), "where it hung"
+    assert "stuck" in replica.reason
+    await ready(replica)
+    assert len(await collect(replica, request("again"))) == 5
+
+
+async def test_a_process_that_was_stopped_for_long_is_not_taken_for_stuck(start):
+    replica = await ready(await start("slow-steps", engine=EngineSettings(step_timeout_s=0.5)))
+    running = asyncio.create_task(collect(replica, request("a", max_tokens=20)))
+    await until(lambda: replica.last_stats.steps_total > 0)
+    process = psutil.Process(replica.pid)
+    process.suspend()
+    await asyncio.sleep(1.2)
+    process.resume()
+    assert len(await running) == 20
+    assert replica.restarts == 0
 
 
 async def test_a_bad_model_file_is_final_and_said_in_its_own_words(start):
