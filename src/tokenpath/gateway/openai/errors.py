@@ -102,9 +102,9 @@ def _misfit(text: str) -> InvalidRequestError:
         param = f"{path}.{missing['name']}" if path else missing["name"]
         return InvalidRequestError(f"Field '{param}' is required.", param=param)
     unknown = _UNKNOWN.match(what)
-    if unknown:
-        param = f"{path}.{unknown['name']}" if path else unknown["name"]
-        return InvalidRequestError(f"There is no field '{param}' here.", param=param)
+    if unknown and not path:
+        name = unknown["name"]
+        return InvalidRequestError(f"There is no field '{name}' here.", param=name)
     if not path:
         return InvalidRequestError("The body must be a JSON object.")
     if path.rpartition(".")[2] == "role" and "enum" in what:
