@@ -154,7 +154,7 @@ class EngineSettings(_Strict):
     warm_up: bool = True
     """Compute a short prompt, a token and a small schema before the model says ready. What the
     first of each costs (about a second for a schema) is then paid by no request; the start takes
-    as much longer."""
+    as much longer. A wake does without, since somebody waits for it."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest time for one engine step; then the process is taken to be stuck, ends, and a new one
     is started. The default leaves room for the slowest honest step: 512 tokens of 8 billion

@@ -70,7 +70,12 @@ def read_launch(argv: list[str]) -> EngineLaunch:
 
 
 def native(launch: EngineLaunch) -> Load:
-    """Loads the real engine. Nothing of torch is imported before it is called."""
+    """Loads the real engine. Nothing of torch is imported before it is called.
+
+    Only the first load warms up: behind a wake somebody waits already, and a rehearsal would make
+    the wait longer.
+    """
+    rehearsals = iter([launch.engine.warm_up])
 
     def load(progress: Progress) -> Core:
         progress("importing torch", 0.0)
@@ -80,6 +85,7 @@ def native(launch: EngineLaunch) -> Load:
         from tokenpath.models.servable import open_servable, settle_task  # noqa: PLC0415
 
         model = open_servable(launch.model, name=launch.name)
+        warm = next(rehearsals, False)
         generates = settle_task(model, launch.engine.task) == "generate"
         if generates and isinstance(model, LocalModel):
             return build_engine(
@@ -87,10 +93,10 @@ def native(launch: EngineLaunch) -> Load:
                 launch.engine,
                 name=launch.name,
                 progress=progress,
-                warm=launch.engine.warm_up,
+                warm=warm,
             )
         return build_pooling_engine(
-            model, launch.engine, name=launch.name, progress=progress, warm=launch.engine.warm_up
+            model, launch.engine, name=launch.name, progress=progress, warm=warm
         )
 
     return load
