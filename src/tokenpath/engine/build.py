@@ -14,6 +14,7 @@ from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import default_threads
 from tokenpath.engine.grammar.compiler import GrammarCompiler
+from tokenpath.engine.grammar.forms import LiveForms
 from tokenpath.engine.kernels.native_module import chosen_kernels
 from tokenpath.engine.kernels.native_program import obstacle
 from tokenpath.engine.kv_cache import kv_blocks_for
@@ -26,7 +27,9 @@ from tokenpath.models.detokenizer import IncrementalDetokenizer
 from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.tokenizer import Tokenizer
+from tokenpath.policy.lookup import LookupDrafter
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
+from tokenpath.policy.speculator import Speculator
 from tokenpath.protocol.errors import ModelError, SpecError
 from tokenpath.protocol.replica import ModelCard
 
@@ -106,6 +109,8 @@ def build_engine(
         # each call, on the CPUs that the native program's threads compute on.
         torch.set_num_threads(1)
     tiers = _tiers(settings, runner, model, name=name, dtype=held)
+    forms = LiveForms(tokenizer)
+    speculator = _speculator(settings, forms)
     scheduler = Scheduler(
         SchedulerConfig(
             max_step_tokens=settings.max_step_tokens,
@@ -116,6 +121,7 @@ def build_engine(
             prefix_cache=settings.prefix_cache,
         ),
         tiers=tiers,
+        drafts=speculator,
         run=secrets.token_bytes(16),
     )
     card = ModelCard(
@@ -141,6 +147,8 @@ def build_engine(
         reducer=runner.reducer,
         grammars=_grammars(tokenizer, model.config, settings),
         tiers=tiers,
+        speculator=speculator,
+        forms=forms,
         resident_bytes=lambda: int(process.memory_info().rss),
     )
 
@@ -165,6 +173,13 @@ def _tiers(
         dtype=dtype,
         block_tokens=settings.block_tokens,
     )
+
+
+def _speculator(settings: EngineSettings, forms: LiveForms) -> Speculator | None:
+    speculation = settings.speculation
+    if speculation.method == "off":
+        return None
+    return Speculator(LookupDrafter(), most_tokens=speculation.draft_tokens, forms=forms)
 
 
 def _grammars(
