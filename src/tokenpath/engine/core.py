@@ -148,7 +148,8 @@ class EngineCore:
         self._eos_ids = frozenset(eos_ids)
         self._reducer = reducer
         self._tiers = tiers
-        self._speculator = speculator
+        self.speculator = speculator
+        """The scheduler's, if it speculates."""
         self._forms = forms
         self._clock = clock
         self._seed_source = seed_source
@@ -277,8 +278,8 @@ class EngineCore:
             self._steps_total += 1
             seconds = self._clock() - started
             self._step_seconds_total += seconds
-            if self._speculator is not None:
-                self._speculator.costs.measured(plan.tokens, seconds)
+            if self.speculator is not None:
+                self.speculator.costs.measured(plan.tokens, seconds)
         if self._tiers is not None:
             if plan.chunks:
                 prefill = sum(chunk.known for chunk in plan.chunks if chunk.known > 1)
@@ -289,7 +290,7 @@ class EngineCore:
 
     def stats(self) -> ReplicaStats:
         """The engine's state and its running totals."""
-        scheduler, grammars, speculator = self._scheduler, self.grammars, self._speculator
+        scheduler, grammars, speculator = self._scheduler, self.grammars, self.speculator
         stats = ReplicaStats(
             requests_running=scheduler.running,
             requests_waiting=scheduler.waiting,
@@ -406,11 +407,11 @@ class EngineCore:
         committed = dataclasses.replace(plan, chunks=tuple(computed.chunks))
         tokens = {name: [one.token_id for one in drawn] for name, drawn in computed.sampled}
         self._scheduler.commit(committed, tokens)
-        if self._speculator is not None:
+        if self.speculator is not None:
             for chunk in computed.chunks:
                 name = chunk.sequence.request_id
                 if name in tokens:
-                    self._speculator.verified(name, len(chunk.drafted), tokens[name])
+                    self.speculator.verified(name, len(chunk.drafted), tokens[name])
         now = self._clock()
         events: list[GenerationEvent] = [
             self._fail(self._live[request_id], error, now) for request_id, error in computed.failed
@@ -472,8 +473,8 @@ class EngineCore:
         self._scheduler.finish(request_id)
         if self._forms is not None:
             self._forms.forget(request_id)
-        if self._speculator is not None:
-            self._speculator.forget(request_id)
+        if self.speculator is not None:
+            self.speculator.forget(request_id)
         del self._live[request_id]
 
 

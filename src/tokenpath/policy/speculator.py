@@ -1,8 +1,9 @@
 """Speculation as an engine does it: a drafter's offers, lengths that pay, and an account of both.
 
-Guesses cost nothing until they are computed. So every sequence's are compared with what the model
-chose, whether they were computed or not, and speculation that was turned off finds out by itself
-when it would pay again.
+Guesses whose tokens are known without a model cost nothing until they are computed. So they are
+compared with what the model chose, whether they were computed or not, and speculation that was
+turned off finds out by itself when it would pay again. Guesses that a model must make are made now
+and then for the same end.
 """
 
 from __future__ import annotations
@@ -78,12 +79,40 @@ _FORCED_CHANCE = 0.9
 """Of forced tokens. The text is certain; that the model cuts it into the same tokens is not."""
 
 
+_PROBE_TOKENS = 4
+_FIRST_WAIT, _LAST_WAIT = 16, 256
+"""Steps before a drafter whose guesses cost something is tried again."""
+
+
+class _Probes:
+    """When to draft although it does not seem to pay: what is never made is never compared."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._idle = 0
+        self._wait = _FIRST_WAIT
+
+    def due(self, *, chosen: bool) -> bool:
+        """Whether to try in this step; ``chosen`` says that drafts are made anyway."""
+        if chosen:
+            self._idle, self._wait = 0, _FIRST_WAIT
+            return False
+        self._idle += 1
+        if self._idle < self._wait:
+            return False
+        self._idle, self._wait = 0, min(2 * self._wait, _LAST_WAIT)
+        self.made += 1
+        return True
+
+
 class Speculator:
     """The ``Drafts`` of one scheduler."""
 
     def __init__(self, drafter: Drafter, *, most_tokens: int, forms: Forms | None = None) -> None:
         """``most_tokens`` is the longest draft."""
         self.most_tokens = most_tokens
+        self.paused = False
+        """Nothing is drafted meanwhile."""
         self.drafted_total = [0] * most_tokens
         """Drafted tokens that were computed, by their place in the draft."""
         self.accepted_total = [0] * most_tokens
@@ -94,9 +123,13 @@ class Speculator:
         self._forced_kind = len(drafter.kinds)
         self._acceptance = Acceptance([*drafter.kinds, _FORCED_CHANCE])
         self._pending: dict[str, _Pending] = {}
+        self._probes = _Probes()
 
     def guess(self, sequences: Seq[Sequence], rows: int, budget: int) -> Mapping[str, Seq[int]]:
         """See ``Drafts``."""
+        if self.paused:
+            self._pending.clear()
+            return {}
         guesses = self._offered(sequences)
         self._pending = {
             request_id: _Pending(guess.kind, guess.tokens)
@@ -117,6 +150,11 @@ class Speculator:
             seconds=self._seconds,
             depth_s=self._drafter.depth_s(unknown) if unknown else 0.0,
         )
+        blind = [name for name, guess in guesses.items() if guess.tokens is None and guess.length]
+        if blind and self._probes.due(chosen=any(name in lengths for name in blind)):
+            probed = blind[self._probes.made % len(blind)]
+            if sum(lengths.values()) + _PROBE_TOKENS <= budget:
+                lengths[probed] = min(_PROBE_TOKENS, guesses[probed].length)
         made = self._drafter.draft(
             {name: length for name, length in lengths.items() if guesses[name].tokens is None}
         )
@@ -156,25 +194,28 @@ class Speculator:
     def _offered(self, sequences: Seq[Sequence]) -> dict[str, Guess]:
         """What could be drafted; never more than a sequence may still have."""
         rooms = {sequence.request_id: self._room(sequence) for sequence in sequences}
-        open_ended: list[Sequence] = []
         guesses: dict[str, Guess] = {}
-        for sequence in sequences:
-            room = rooms[sequence.request_id]
-            if not room:
-                continue
-            forced = () if self._forms is None else self._forms.forced(sequence.request_id)
-            if forced:
-                tokens = tuple(forced[:room])
-                guesses[sequence.request_id] = Guess(self._forced_kind, len(tokens), tokens)
-            else:
-                open_ended.append(sequence)
-        for request_id, guess in self._drafter.offers(open_ended, self.most_tokens).items():
+        roomy = [sequence for sequence in sequences if rooms[sequence.request_id]]
+        for request_id, guess in self._drafter.offers(roomy, self.most_tokens).items():
             room, fitting = rooms[request_id], None
             if guess.tokens is not None:
                 fitting = self._fitting(request_id, guess.tokens[:room])
                 room = len(fitting)
             guesses[request_id] = Guess(guess.kind, min(room, guess.length), fitting)
+        if self._forms is None:
+            return guesses
+        for request_id, room in rooms.items():
+            tokens = tuple(self._forms.forced(request_id)[:room])
+            if tokens:
+                forced = Guess(self._forced_kind, len(tokens), tokens)
+                guesses[request_id] = self._likelier(request_id, forced, guesses.get(request_id))
         return guesses
+
+    def _likelier(self, request_id: str, one: Guess, other: Guess | None) -> Guess:
+        if other is None or not other.length:
+            return one
+        chances = [self._acceptance.chance(request_id, guess.kind) for guess in (one, other)]
+        return one if chances[0] >= chances[1] else other
 
     def _room(self, sequence: Sequence) -> int:
         """Tokens that may be drafted before the sequence must end."""

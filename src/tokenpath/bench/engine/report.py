@@ -17,6 +17,7 @@ from tokenpath.bench.engine.cost import ModelCost
 from tokenpath.bench.engine.loaded import PACKAGES, Subject
 from tokenpath.bench.engine.roofline import Roofline
 from tokenpath.bench.engine.session import Span
+from tokenpath.bench.engine.speculating import SpeculatingFigure
 from tokenpath.bench.engine.tiering import TieringFigure
 from tokenpath.bench.engine.works import (
     DECODE_STEPS,
@@ -75,6 +76,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """By the work's name."""
     tiers: dict[str, TieringFigure]
     """By the work's name."""
+    speculating: dict[str, SpeculatingFigure]
+    """By the work's name."""
     roofline: Roofline | None
 
     @property
@@ -100,6 +103,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         document: dict[str, Any] = {name: f.median for name, f in self.figures.items()}
         for name, found in self.tiers.items():
             document |= {f"{name}_host": found.host_ratio, f"{name}_disk": found.disk_ratio}
+        for name, gained in self.speculating.items():
+            document |= {name: gained.speculating, f"{name}_ratio": gained.ratio}
         if self.step_overhead is not None:
             document[STEP_OVERHEAD] = self.step_overhead
         if self.structured_overhead is not None:
@@ -117,6 +122,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
             "roofline": self.roofline,
             "spread": self.figures,
             "tiers": self.tiers,
+            "speculating": self.speculating,
         }
         return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
@@ -127,6 +133,7 @@ def build(
     cost: ModelCost,
     spans: Mapping[Prefill | Decode, Sequence[Span]],
     tiers: Mapping[str, TieringFigure],
+    speculating: Mapping[str, SpeculatingFigure],
     roofline: Roofline | None,
     load_s: float,
     rss_bytes: int,
@@ -146,6 +153,7 @@ def build(
         peak_rss_bytes=peak_rss_bytes,
         figures={work.name: _figure(work, found, cost) for work, found in spans.items()},
         tiers=dict(tiers),
+        speculating=dict(speculating),
         roofline=roofline,
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tokenpath.bench.engine import report, roofline, tiering
+from tokenpath.bench.engine import speculating as speculation
 from tokenpath.bench.engine.cost import ModelCost, model_cost
 from tokenpath.bench.engine.loaded import (
     LoadedModel,
@@ -19,7 +20,7 @@ from tokenpath.bench.engine.loaded import (
 )
 from tokenpath.bench.engine.progress import Reporter
 from tokenpath.bench.engine.session import Session, Span, TimedRunner
-from tokenpath.bench.engine.works import Decode, Prefill, Tiering, Work, check_fit
+from tokenpath.bench.engine.works import Decode, Prefill, Speculating, Tiering, Work, check_fit
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models.source import parse_source
@@ -57,8 +58,10 @@ def run(
     loaded = load(local, settings, name=name, around=around, progress=reporter.loading)
     session = Session(loaded.core, runners[0], step_tokens=settings.max_step_tokens, seed=seed)
     reporter.say("warming up")
+    if loaded.core.speculator is not None:
+        loaded.core.speculator.paused = True
     session.warm_up()
-    plain = [work for work in works if not isinstance(work, Tiering)]
+    plain = [work for work in works if isinstance(work, Prefill | Decode)]
     spans: dict[Prefill | Decode, list[Span]] = {work: [] for work in plain}
     rss_bytes = peak_rss_bytes = 0
     probe = None
@@ -76,6 +79,11 @@ def run(
                 now = probe()
                 spans = {work: [replace(s, limits=(now,)) for s in spans[work]] for work in plain}
                 session.probe = probe
+    speculating = {
+        work.name: speculation.measure(loaded, work, rounds=rounds, say=reporter.say)
+        for work in works
+        if isinstance(work, Speculating)
+    }
     loaded.core.check_integrity()
     tiers = {
         work.name: tiering.measure(
@@ -94,6 +102,7 @@ def run(
         cost=_cost(loaded),
         spans=spans,
         tiers=tiers,
+        speculating=speculating,
         roofline=None if probe is None else probe.roofline,
         load_s=loaded.load_s,
         rss_bytes=rss_bytes,

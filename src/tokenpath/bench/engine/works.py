@@ -17,6 +17,7 @@ DECODE_STEPS = 32
 STEP_OVERHEAD = "step_overhead"
 STRUCTURED_OVERHEAD = "structured_overhead"
 _NAME = re.compile(
+    r"(?P<text>edit|json|prose)_(?P<texts>[1-9]\d{0,3})|"
     r"tiers_(?P<tiers>[1-9]\d{0,6})|prefill_(?P<prompt>[1-9]\d{0,6})|(?P<kind>decode|structured)_(?P<sequences>[1-9]\d{0,3})_(?P<context>[1-9]\d{0,6})"
 )
 
@@ -98,7 +99,28 @@ class Tiering:
         return 2
 
 
-Work = Prefill | Decode | Tiering
+@dataclass(frozen=True, slots=True)
+class Speculating:
+    """Answers to real prompts with and without speculation; see ``bench.engine.speculating``."""
+
+    kind: str
+    """``edit``: code that is repeated with a change; ``json``: records in a schema's form;
+    ``prose``: a story."""
+    sequences: int
+    output_tokens: int = 128
+    """Of each sequence."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}_{self.sequences}"
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Most tokens that a sequence of the work comes to have, by any common tokenizer."""
+        return 800 + self.output_tokens
+
+
+Work = Prefill | Decode | Tiering | Speculating
 OVERHEAD_WORK = Decode(8, 64)
 """The step overhead is taken from its steps."""
 STRUCTURED_WORK = Decode(8, 64, structured=True)
@@ -150,6 +172,11 @@ def check_fit(
             )
 
 
+def speculate(works: Iterable[Work]) -> bool:
+    """Whether the engine must be able to speculate."""
+    return any(isinstance(work, Speculating) for work in works)
+
+
 def most_sequences(works: Iterable[Work]) -> int:
     """The largest batch of any of the works."""
     return max((work.sequences for work in works), default=1)
@@ -160,11 +187,14 @@ def _parse(name: str) -> Work:
     if found is None:
         raise SpecError(
             f"--only: {name!r} is no work; works are prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
-            f"structured_SEQUENCES_CONTEXT, tiers_TOKENS and {STEP_OVERHEAD}, such as "
+            "structured_SEQUENCES_CONTEXT, tiers_TOKENS, edit_SEQUENCES, json_SEQUENCES, "
+            f"prose_SEQUENCES and {STEP_OVERHEAD}, such as "
             "prefill_512,decode_8_1024"
         )
     if found["tiers"]:
         return Tiering(int(found["tiers"]))
+    if found["text"]:
+        return Speculating(found["text"], int(found["texts"]))
     if found["prompt"]:
         return Prefill(int(found["prompt"]))
     return Decode(int(found["sequences"]), int(found["context"]), found["kind"] == "structured")
