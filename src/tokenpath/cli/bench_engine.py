@@ -71,8 +71,8 @@ def engine(
         typer.Option(
             metavar="WORK,…",
             help="Measure these: prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
-            "structured_SEQUENCES_CONTEXT, tiers_TOKENS, edit_SEQUENCES, json_SEQUENCES, "
-            "prose_SEQUENCES (with and without speculation), step_overhead. Default: "
+            "structured_SEQUENCES_CONTEXT, tiers_TOKENS, shared_TOKENS, edit_SEQUENCES, "
+            "json_SEQUENCES, prose_SEQUENCES, step_overhead. Default: "
             "prefill of 512 and 2048, decode of 1 to 32 with 64 and 1024 tokens of context.",
         ),
     ] = None,

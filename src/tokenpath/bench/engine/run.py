@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tokenpath.bench.engine import report, roofline, tiering
-from tokenpath.bench.engine import speculating as speculation
+from tokenpath.bench.engine import report, roofline, tasks
 from tokenpath.bench.engine.cost import ModelCost, model_cost
 from tokenpath.bench.engine.loaded import (
     LoadedModel,
@@ -20,7 +19,7 @@ from tokenpath.bench.engine.loaded import (
 )
 from tokenpath.bench.engine.progress import Reporter
 from tokenpath.bench.engine.session import Session, Span, TimedRunner
-from tokenpath.bench.engine.works import Decode, Prefill, Speculating, Tiering, Work, check_fit
+from tokenpath.bench.engine.works import Decode, Prefill, Work, check_fit
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models.source import parse_source
@@ -79,15 +78,10 @@ def run(
                 now = probe()
                 spans = {work: [replace(s, limits=(now,)) for s in spans[work]] for work in plain}
                 session.probe = probe
-    speculating = {
-        work.name: speculation.measure(loaded, work, rounds=rounds, say=reporter.say)
-        for work in works
-        if isinstance(work, Speculating)
-    }
     loaded.core.check_integrity()
-    tiers = {
-        work.name: tiering.measure(
-            loaded.runner,
+    compared = {
+        work.name: tasks.measure(
+            loaded,
             work,
             step_tokens=settings.max_step_tokens,
             rounds=rounds,
@@ -95,14 +89,13 @@ def run(
             say=reporter.say,
         )
         for work in works
-        if isinstance(work, Tiering)
+        if not isinstance(work, Prefill | Decode)
     }
     return report.build(
         subject=loaded.subject(),
         cost=_cost(loaded),
         spans=spans,
-        tiers=tiers,
-        speculating=speculating,
+        tasks=compared,
         roofline=None if probe is None else probe.roofline,
         load_s=loaded.load_s,
         rss_bytes=rss_bytes,

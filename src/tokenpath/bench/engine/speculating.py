@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
+from tokenpath.bench.engine.first_token import Say
 from tokenpath.bench.engine.loaded import LoadedModel
 from tokenpath.bench.engine.speculating_prompts import RECORDS_SCHEMA, prompt
 from tokenpath.bench.engine.works import Speculating
@@ -29,8 +29,6 @@ from tokenpath.protocol.request import (
     SamplingParams,
     TokenPrompt,
 )
-
-Say = Callable[[str], None]
 
 
 class SpeculatingFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +45,18 @@ class SpeculatingFigure(msgspec.Struct, frozen=True, kw_only=True):
     """With speculation, for each sequence."""
     drafted: int
     accepted: int
+
+    def ratios(self, name: str) -> dict[str, float]:
+        """As ``TaskFigure``."""
+        return {name: self.ratio}
+
+    def sentence(self) -> str:
+        """As ``TaskFigure``."""
+        return (
+            f"{self.plain:,.1f} tokens/s, {self.speculating:,.1f} with speculation "
+            f"({self.ratio:.2f} times; {self.tokens_per_step:.1f} tokens a step and sequence, "
+            f"{self.accepted:,} of {self.drafted:,} drafted tokens accepted)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,7 @@ def render(report: EngineReport) -> RenderableType:
 
 def _lines(report: EngineReport) -> dict[str, str]:
     subject = report.subject
-    measured = [figure.rounds for figure in report.figures.values()]
-    measured += [gained.rounds for gained in report.speculating.values()]
-    rounds = max(map(len, measured), default=0)
+    rounds = max((len(figure.rounds) for figure in report.figures.values()), default=0)
     lines = {
         "rounds": f"{rounds}; figures are medians, ms are of a decoding step or a whole prefill",
         "load": f"{report.load_s:.2f} s",
@@ -57,18 +55,7 @@ def _lines(report: EngineReport) -> dict[str, str]:
         lines["structured"] = (
             f"a JSON schema adds {report.structured_overhead:.1%} to a step at 8 sequences"
         )
-    for name, found in report.tiers.items():
-        lines[name] = (
-            f"first token after {found.recomputed_s * 1000:,.0f} ms computed, "
-            f"{found.host_s * 1000:,.0f} ms from the host ({found.host_ratio:.1f} times faster), "
-            f"{found.disk_s * 1000:,.0f} ms from the disk ({found.disk_ratio:.1f} times)"
-        )
-    for name, gained in report.speculating.items():
-        lines[name] = (
-            f"{gained.plain:,.1f} tokens/s, {gained.speculating:,.1f} with speculation "
-            f"({gained.ratio:.2f} times; {gained.tokens_per_step:.1f} tokens a step and sequence, "
-            f"{gained.accepted:,} of {gained.drafted:,} drafted tokens accepted)"
-        )
+    lines |= {name: task.sentence() for name, task in report.tasks.items()}
     if report.roofline is not None:
         lines["limits"] = _limits(report.roofline)
     return lines
