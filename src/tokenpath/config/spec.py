@@ -111,6 +111,22 @@ class KvTierSettings(_Strict):
         return self
 
 
+class SpeculationSettings(_Strict):
+    """Guessing the next tokens, so that one step can confirm several of them.
+
+    The output stays what it would be without, token for token; only its speed changes.
+    """
+
+    method: Literal["auto", "off", "ngram"] = "auto"
+    """Where guesses come from. ``ngram``: the sequence's own text, where it repeats itself, and
+    what a grammar leaves no choice about. ``auto`` is ``ngram``: guesses are computed only where
+    they promise more tokens a second, by what became of earlier ones and what the steps took, so
+    that it costs next to nothing where nothing repeats."""
+    draft_tokens: Annotated[int, Field(gt=0, le=64)] = 16
+    """Longest draft of one sequence in one step. Copied text is confirmed for as long as it goes
+    on; more than 16 gains little, since by then the rows cost as much as the tokens they save."""
+
+
 class EngineSettings(_Strict):
     """The native engine of one model."""
 
@@ -145,6 +161,7 @@ class EngineSettings(_Strict):
     prefix_cache: bool = True
     """Reuse the KV of equal prompt beginnings."""
     kv_tiers: KvTierSettings = KvTierSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
     grammar_compile_s: Annotated[float, Field(gt=0)] = 10.0
     """Longest time that a request waits for its schema or grammar to be compiled; then it gets a
     400. Ordinary ones take milliseconds, and the first of an engine about a second more."""

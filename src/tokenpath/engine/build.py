@@ -15,6 +15,7 @@ from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import default_threads
 from tokenpath.engine.grammar.compiler import GrammarCompiler
+from tokenpath.engine.grammar.forms import LiveForms
 from tokenpath.engine.kernels.native_module import chosen_kernels
 from tokenpath.engine.kernels.native_program import obstacle
 from tokenpath.engine.kv_cache import kv_blocks_for
@@ -28,7 +29,9 @@ from tokenpath.models.detokenizer import IncrementalDetokenizer
 from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.tokenizer import Tokenizer
+from tokenpath.policy.lookup import LookupDrafter
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
+from tokenpath.policy.speculator import Speculator
 from tokenpath.protocol.errors import ModelError, SpecError
 from tokenpath.protocol.replica import ModelCard
 
@@ -118,7 +121,9 @@ def build_engine(
         max_context_tokens=context,
         prefix_cache=settings.prefix_cache,
     )
-    scheduler = Scheduler(config, tiers=tiers, run=secrets.token_bytes(16))
+    forms = LiveForms(tokenizer)
+    speculator = _speculator(settings, forms)
+    scheduler = Scheduler(config, tiers=tiers, drafts=speculator, run=secrets.token_bytes(16))
     card = ModelCard(
         name=name,
         architecture=model.config.architecture,
@@ -152,6 +157,8 @@ def build_engine(
         scheduler,
         grammars=_grammars(vocabulary, settings),
         tiers=tiers,
+        speculator=speculator,
+        forms=forms,
         resident_bytes=lambda: int(process.memory_info().rss),
     )
 
@@ -176,6 +183,13 @@ def _tiers(
         dtype=dtype,
         block_tokens=settings.block_tokens,
     )
+
+
+def _speculator(settings: EngineSettings, forms: LiveForms) -> Speculator | None:
+    speculation = settings.speculation
+    if speculation.method == "off":
+        return None
+    return Speculator(LookupDrafter(), most_tokens=speculation.draft_tokens, forms=forms)
 
 
 def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Callable[[], Vocabulary]:
