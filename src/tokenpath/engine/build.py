@@ -14,7 +14,9 @@ import torch
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import default_threads
+from tokenpath.engine.draft_build import open_draft
 from tokenpath.engine.grammar.compiler import GrammarCompiler
+from tokenpath.engine.grammar.forms import LiveForms
 from tokenpath.engine.kernels.native_module import chosen_kernels
 from tokenpath.engine.kernels.native_program import obstacle
 from tokenpath.engine.kv_cache import kv_blocks_for
@@ -28,7 +30,9 @@ from tokenpath.models.detokenizer import IncrementalDetokenizer
 from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.tokenizer import Tokenizer
+from tokenpath.policy.lookup import LookupDrafter
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
+from tokenpath.policy.speculator import Drafter, Speculator
 from tokenpath.protocol.errors import ModelError, SpecError
 from tokenpath.protocol.replica import ModelCard
 
@@ -86,8 +90,10 @@ def build_engine(
         max_context_tokens=None if settings.max_context_tokens is None else context,
     )
     block_bytes = settings.block_tokens * model.config.kv_bytes_per_token(kv_dtype)
+    draft = open_draft(settings, tokens=num_blocks * settings.block_tokens, settle=dtype_for)
     if device.type == "cpu":
-        _check_memory(model, held, settings, num_blocks, block_bytes, available_bytes())
+        beside = 0 if draft is None else draft.needed_bytes
+        _check_memory(model, held, settings, num_blocks, block_bytes, available_bytes() - beside)
     if progress is not None:
         progress("reading the tokenizer", 0.0)
     with ThreadPoolExecutor(1) as aside:
@@ -118,7 +124,16 @@ def build_engine(
         max_context_tokens=context,
         prefix_cache=settings.prefix_cache,
     )
-    scheduler = Scheduler(config, tiers=tiers, run=secrets.token_bytes(16))
+    forms = LiveForms(tokenizer)
+    speculator = None
+    if settings.speculation.method != "off":
+        drafters: list[Drafter] = [LookupDrafter()]
+        if draft is not None:
+            drafters.append(draft.load(tokenizer, model.config))
+        speculator = Speculator(
+            drafters, most_tokens=settings.speculation.draft_tokens, forms=forms
+        )
+    scheduler = Scheduler(config, tiers=tiers, drafts=speculator, run=secrets.token_bytes(16))
     card = ModelCard(
         name=name,
         architecture=model.config.architecture,
@@ -152,6 +167,8 @@ def build_engine(
         scheduler,
         grammars=_grammars(vocabulary, settings),
         tiers=tiers,
+        speculator=speculator,
+        forms=forms,
         resident_bytes=lambda: int(process.memory_info().rss),
     )
 

@@ -58,29 +58,51 @@ _COUNTERS = {
     "grammar_hits_total": "Requests whose grammar was compiled already, or was being compiled.",
     "grammar_compile_seconds_total": "Time spent compiling grammars.",
 }
+_COUNTERS_BY_POSITION = {
+    "drafted_tokens_total": "Tokens guessed and computed, by their position in the draft.",
+    "accepted_tokens_total": "Of them, those that the model chose itself.",
+}
+_Key = tuple[str, int]
+"""A counter's name, and its position; 0 where it has none."""
+
+
+def _counted(stats: ReplicaStats) -> dict[_Key, float]:
+    plain = {(name, 0): float(getattr(stats, name)) for name in _COUNTERS}
+    return plain | {
+        (name, position): float(value)
+        for name in _COUNTERS_BY_POSITION
+        for position, value in enumerate(getattr(stats, name), start=1)
+    }
 
 
 @dataclass(slots=True)
 class _Growing:
     """Counters of one place, summed over the lives of the replicas that held it."""
 
-    earlier: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0.0))
-    now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0.0))
+    earlier: defaultdict[_Key, float] = field(default_factory=lambda: defaultdict(float))
+    now: dict[_Key, float] = field(default_factory=dict)
 
     def take(self, stats: ReplicaStats) -> None:
-        new = {name: float(getattr(stats, name)) for name in _COUNTERS}
-        if any(new[name] < self.now[name] for name in _COUNTERS):
+        new = _counted(stats)
+        if any(new.get(key, 0.0) < value for key, value in self.now.items()):
             self.begin_anew()
         self.now = new
 
     def begin_anew(self) -> None:
         """What comes next counts from zero."""
-        for name in _COUNTERS:
-            self.earlier[name] += self.now[name]
-        self.now = dict.fromkeys(_COUNTERS, 0.0)
+        for key, value in self.now.items():
+            self.earlier[key] += value
+        self.now = {}
 
     def total(self, name: str) -> float:
-        return self.earlier[name] + self.now[name]
+        return self._of((name, 0))
+
+    def by_position(self, name: str) -> dict[int, float]:
+        keys = sorted({key for key in (*self.earlier, *self.now) if key[0] == name})
+        return {key[1]: self._of(key) for key in keys}
+
+    def _of(self, key: _Key) -> float:
+        return self.earlier.get(key, 0.0) + self.now.get(key, 0.0)
 
 
 class ReplicaMetrics(Collector):
@@ -158,6 +180,12 @@ class ReplicaMetrics(Collector):
             counter = CounterMetricFamily(f"tokenpath_{name}", text, labels=_LABELS)
             for place in places:
                 counter.add_metric(place, self._growing[place].total(name))
+            yield counter
+        for name, text in _COUNTERS_BY_POSITION.items():
+            counter = CounterMetricFamily(f"tokenpath_{name}", text, labels=(*_LABELS, "position"))
+            for place in places:
+                for position, total in self._growing[place].by_position(name).items():
+                    counter.add_metric((*place, str(position)), total)
             yield counter
 
     def describe(self) -> Iterator[Metric]:

@@ -74,6 +74,10 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_tokens_total: int = 0
     cached_prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
+    drafted_tokens_total: list[int] = []
+    """Guessed and computed, by the place in the draft; the first is place 1."""
+    accepted_tokens_total: list[int] = []
+    """Of them, those that the model then chose itself."""
     preemptions_total: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
