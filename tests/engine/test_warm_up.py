@@ -3,6 +3,7 @@
 import logging
 import sys
 
+import msgspec
 import pytest
 from engine_fakes import Poisoned, make_core
 from test_structured import make_model
@@ -34,6 +35,10 @@ def test_what_fits_is_rehearsed():
         assert bool(seen) == (tokens > 3)
 
 
+def any_count(value) -> bool:
+    return any(value) if isinstance(value, list) else bool(value)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return open_model(make_model("byte level", tmp_path_factory.mktemp("model")))
@@ -44,7 +49,7 @@ def test_the_serving_core_knows_nothing_of_it_but_its_vocabulary_is_made(model, 
         threads=1, dtype="float32", kv_cache_tokens=512, kv_tiers={"host_bytes": 1 << 22}
     )
     core = build_engine(model, settings, name="m", warm=True)
-    assert core.stats().counted() == ReplicaStats()
+    assert not any(map(any_count, msgspec.structs.astuple(core.stats().counted())))
     assert core.stats().kv_blocks_cached == 0
     assert core.grammars.cached == 0
     core.check_integrity()

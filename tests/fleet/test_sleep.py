@@ -23,7 +23,7 @@ from tokenpath.protocol.errors import (
     ModelFileError,
 )
 from tokenpath.protocol.events import Failed, FinishReason
-from tokenpath.protocol.replica import ReplicaState
+from tokenpath.protocol.replica import ReplicaState, ReplicaStats
 
 S = ReplicaState
 
@@ -253,3 +253,18 @@ def test_only_moves_of_the_table_are_made():
         else:
             with pytest.raises(IllegalMoveError):
                 moved(state, to)
+
+
+def test_what_is_counted_adds_up_over_cores():
+    counts = st.lists(st.integers(0, 9), max_size=4)
+
+    @given(counts, counts, st.integers(0, 9), st.integers(0, 9))
+    def sums(drafted, before, steps, earlier):
+        now = ReplicaStats(drafted_tokens_total=drafted, steps_total=steps, kv_blocks_total=7)
+        then = ReplicaStats(drafted_tokens_total=before, steps_total=earlier, kv_blocks_total=5)
+        both = now.after(then.counted())
+        assert (both.steps_total, both.kv_blocks_total) == (steps + earlier, 7)
+        assert sum(both.drafted_tokens_total) == sum(drafted) + sum(before)
+        assert len(both.drafted_tokens_total) == max(len(drafted), len(before))
+
+    sums()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncGenerator, AsyncIterator
+from itertools import zip_longest
 from typing import Literal, Protocol
 
 import msgspec
@@ -35,6 +36,7 @@ class ReplicaState(enum.StrEnum):
     STOPPED = "stopped"
 
 
+Count = float | list[int]
 RESTING = frozenset({ReplicaState.FALLING_ASLEEP, ReplicaState.ASLEEP, ReplicaState.WAKING})
 """States in which a replica can be had again by a wake."""
 
@@ -96,8 +98,17 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     def after(self, earlier: ReplicaStats) -> ReplicaStats:
         """These with totals increased by those of an engine that went before."""
-        sums = {name: getattr(self, name) + getattr(earlier, name) for name in _totals()}
+        sums = {name: _sum(getattr(self, name), getattr(earlier, name)) for name in _totals()}
         return msgspec.structs.replace(self, **sums)
+
+
+def _sum(now: Count, before: Count) -> Count:
+    """Counts by place are added place by place."""
+    if isinstance(now, list) and isinstance(before, list):
+        return [a + b for a, b in zip_longest(now, before, fillvalue=0)]
+    assert not isinstance(now, list)
+    assert not isinstance(before, list)
+    return now + before
 
 
 def _totals() -> list[str]:
