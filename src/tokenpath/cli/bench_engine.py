@@ -197,6 +197,7 @@ def settings(
             "max_running": max(plain.max_running, most_sequences),
             "max_step_tokens": step_tokens or plain.max_step_tokens,
             "prefix_cache": False,
+            "target_itl_s": None,
         }
     )
 

@@ -157,6 +157,18 @@ class Scheduler:
         """The live sequence of that id."""
         return self._sequences.get(request_id)
 
+    def uncached(self, sequence: Sequence) -> int:
+        """Tokens of a live sequence that are neither computed nor known to be in the cache.
+
+        0 for one that tiers may yet bring something for.
+        """
+        if self._restoring is not None and (
+            sequence.state is SequenceState.WAITING or self._restoring.pending(sequence)
+        ):
+            return 0
+        cached = len(self._match(sequence)) * self.config.block_tokens
+        return len(sequence.token_ids) - max(cached, sequence.computed)
+
     def add(
         self,
         request_id: str,

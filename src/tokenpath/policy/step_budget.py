@@ -33,7 +33,6 @@ _OUTLIER: Final = 3.0
 _SPREAD: Final = 0.1
 """Weight of a step in the mean error of the estimates."""
 _LEAST_SPREAD, _MOST_SPREAD = 0.03, 0.4
-_NO_LIMIT: Final = 1 << 30
 
 Vector = tuple[float, float, float, float]
 
@@ -59,6 +58,8 @@ class StepBudget:
         self._products = [0.0] * 4
         self._spread = _MOST_SPREAD / 2
         self._seen_prefill = False
+        self._largest = FIRST_TOKENS // 2
+        """Prompt tokens of the largest step that streams had to wait for."""
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step was computed as planned, in so many seconds."""
@@ -70,6 +71,7 @@ class StepBudget:
         if known and expected > 0:
             seconds = min(seconds, _OUTLIER * expected)
             if decoding:
+                self._largest = max(self._largest, sum(length for _, length in prompts))
                 error = min(abs(seconds - expected) / expected, 1.0)
                 self._spread += _SPREAD * (error - self._spread)
         self._seen_prefill = self._seen_prefill or bool(prompts)
@@ -89,7 +91,7 @@ class StepBudget:
         if not decoding:
             return None
         if not self._seen_prefill:
-            return Allowance(0.0, 0.0, 0.0, floor=FIRST_TOKENS)
+            return Allowance(0.0, 0.0, 0.0, floor=FIRST_TOKENS, ceiling=FIRST_TOKENS)
         # The target less the usual error of the estimates, so that most steps keep to it.
         spread = min(max(self._spread, _LEAST_SPREAD), _MOST_SPREAD)
         left_s = self.target_s / (1 + 2 * spread) - self.expected_s(decoding, [])
@@ -98,6 +100,8 @@ class StepBudget:
             self._costs[2] / _SCALES[2],
             self._costs[3] / _SCALES[3],
             floor=LEAST_TOKENS,
+            # Estimates are not trusted far beyond what was tried.
+            ceiling=2 * self._largest,
         )
 
 
@@ -112,35 +116,43 @@ class Allowance:
     """Of a prompt's token and one before it."""
     floor: int
     """Tokens that are left of those that a step may always compute."""
+    ceiling: int
+    """Tokens that are left of the most that a step may compute."""
 
     def most(self, start: int) -> int:
         """Tokens that fit into what is left, the first of them at position ``start``."""
         linear, square = self.token_s + self.pair_s * start, self.pair_s / 2
-        if linear + square <= 0:
-            fits = _NO_LIMIT if self.left_s > 0 else 0
-        else:
-            # square n² + linear n = left_s, in the form that is exact for a small square
-            root = math.sqrt(linear * linear + 4 * square * self.left_s)
-            fits = int(2 * self.left_s / (linear + root))
-        return max(fits, self.floor)
+        # square n² + linear n = left_s, in the form that is exact for a small square
+        divisor = linear + math.sqrt(linear * linear + 4 * square * self.left_s)
+        if divisor * self.ceiling > 2 * self.left_s:
+            return max(int(2 * self.left_s / divisor), self.floor)
+        return self.ceiling if self.left_s > 0 else self.floor
 
     def take(self, start: int, length: int) -> None:
         """A prompt's chunk was planned."""
         used = length * (self.token_s + self.pair_s * (start + length / 2))
         self.left_s = max(self.left_s - used, 0.0)
         self.floor = max(self.floor - length, 0)
+        self.ceiling = max(self.ceiling - length, 0)
 
     def set_aside(self) -> Allowance:
         """Keep half of what is left, and return it, until ``put_back``."""
-        kept = replace(self, left_s=self.left_s / 2, floor=self.floor - self.floor // 2)
+        kept = replace(
+            self,
+            left_s=self.left_s / 2,
+            floor=self.floor - self.floor // 2,
+            ceiling=self.ceiling - self.ceiling // 2,
+        )
         self.left_s -= kept.left_s
         self.floor -= kept.floor
+        self.ceiling -= kept.ceiling
         return kept
 
     def put_back(self, kept: Allowance) -> None:
         """Add what was set aside."""
         self.left_s += kept.left_s
         self.floor += kept.floor
+        self.ceiling += kept.ceiling
 
 
 def _counted(decoding: int, prompts: list[tuple[int, int]]) -> Vector:
