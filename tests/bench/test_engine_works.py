@@ -3,7 +3,7 @@
 import pytest
 
 from tokenpath.bench.engine import cost, works
-from tokenpath.bench.engine.works import Decode, Prefill, Tiering
+from tokenpath.bench.engine.works import Decode, Prefill, Sharing, Tiering
 from tokenpath.models.architecture import ModelConfig
 from tokenpath.protocol.errors import SpecError
 
@@ -30,7 +30,9 @@ def test_structured_decoding_comes_with_what_it_is_compared_to():
 
 
 def test_tiers_take_turns_in_a_pool_of_two():
-    assert works.chosen("tiers_64,prefill_7,tiers_64") == [Tiering(64), Prefill(7)]
+    chosen = works.chosen("tiers_64,prefill_7,shared_64,tiers_64")
+    assert chosen == [Tiering(64), Prefill(7), Sharing(64)]
+    assert [work.name for work in chosen] == ["tiers_64", "prefill_7", "shared_64"]
     with pytest.raises(SpecError, match="tiers_64 needs a KV cache of 160 tokens"):
         works.check_fit(
             [Tiering(64)], model="m", model_tokens=100, pool_tokens=159, block_tokens=16

@@ -24,7 +24,7 @@ def report(tiny_gguf, tmp_path_factory):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
         env={**os.environ, "TOKENPATH_MODELS": str(folder), "COLUMNS": "100"},
     )
@@ -84,6 +84,22 @@ def test_json_alone_on_stdout(tokenpath, tiny_gguf):
     assert found["roofline"] is None
     assert found["spread"]["prefill_8"]["read_share"] is None
     assert "step_overhead" not in found
+
+
+def test_two_ways_of_the_same_are_compared(tokenpath, tiny_gguf):
+    done = tokenpath(
+        *("bench", "engine", "--model", str(tiny_gguf), "--dtype", "float32", "--threads", "1"),
+        *("--only", "shared_256,tiers_64", "--rounds", "1", "--no-roofline", "--json", "-"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    shared, tiers = found["tasks"]["shared_256"], found["tasks"]["tiers_64"]
+    assert shared["cached_tokens"] == 256
+    assert found["shared_256"] == shared["first_s"] / shared["later_s"] == shared["ratio"]
+    assert tiers["host_restored_tokens"] >= 32
+    assert found["tiers_64_host"] == tiers["recomputed_s"] / tiers["host_s"]
+    assert "shared_256" in done.stderr
+    assert "for the next ones" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tokenpath.bench.engine.cost import ModelCost
 from tokenpath.bench.engine.loaded import PACKAGES, Subject
 from tokenpath.bench.engine.roofline import Roofline
 from tokenpath.bench.engine.session import Span
-from tokenpath.bench.engine.tiering import TieringFigure
+from tokenpath.bench.engine.tasks import TaskFigure
 from tokenpath.bench.engine.works import (
     DECODE_STEPS,
     OVERHEAD_WORK,
@@ -73,7 +73,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
     figures: dict[str, Figure]
     """By the work's name."""
-    tiers: dict[str, TieringFigure]
+    tasks: dict[str, TaskFigure]
     """By the work's name."""
     roofline: Roofline | None
 
@@ -98,8 +98,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     def json(self) -> bytes:
         """As indented JSON, works first."""
         document: dict[str, Any] = {name: f.median for name, f in self.figures.items()}
-        for name, found in self.tiers.items():
-            document |= {f"{name}_host": found.host_ratio, f"{name}_disk": found.disk_ratio}
+        for name, task in self.tasks.items():
+            document |= task.ratios(name)
         if self.step_overhead is not None:
             document[STEP_OVERHEAD] = self.step_overhead
         if self.structured_overhead is not None:
@@ -116,7 +116,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
             "versions": self.versions,
             "roofline": self.roofline,
             "spread": self.figures,
-            "tiers": self.tiers,
+            "tasks": self.tasks,
         }
         return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
@@ -126,7 +126,7 @@ def build(
     subject: Subject,
     cost: ModelCost,
     spans: Mapping[Prefill | Decode, Sequence[Span]],
-    tiers: Mapping[str, TieringFigure],
+    tasks: Mapping[str, TaskFigure],
     roofline: Roofline | None,
     load_s: float,
     rss_bytes: int,
@@ -145,7 +145,7 @@ def build(
         rss_bytes=rss_bytes,
         peak_rss_bytes=peak_rss_bytes,
         figures={work.name: _figure(work, found, cost) for work, found in spans.items()},
-        tiers=dict(tiers),
+        tasks=dict(tasks),
         roofline=roofline,
     )
 

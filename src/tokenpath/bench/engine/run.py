@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tokenpath.bench.engine import report, roofline, tiering
+from tokenpath.bench.engine import report, roofline, tasks
 from tokenpath.bench.engine.cost import ModelCost, model_cost
 from tokenpath.bench.engine.loaded import (
     LoadedModel,
@@ -19,7 +19,7 @@ from tokenpath.bench.engine.loaded import (
 )
 from tokenpath.bench.engine.progress import Reporter
 from tokenpath.bench.engine.session import Session, Span, TimedRunner
-from tokenpath.bench.engine.works import Decode, Prefill, Tiering, Work, check_fit
+from tokenpath.bench.engine.works import Decode, Prefill, Work, check_fit
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.models.source import parse_source
@@ -58,7 +58,7 @@ def run(
     session = Session(loaded.core, runners[0], step_tokens=settings.max_step_tokens, seed=seed)
     reporter.say("warming up")
     session.warm_up()
-    plain = [work for work in works if not isinstance(work, Tiering)]
+    plain = [work for work in works if isinstance(work, Prefill | Decode)]
     spans: dict[Prefill | Decode, list[Span]] = {work: [] for work in plain}
     rss_bytes = peak_rss_bytes = 0
     probe = None
@@ -77,8 +77,8 @@ def run(
                 spans = {work: [replace(s, limits=(now,)) for s in spans[work]] for work in plain}
                 session.probe = probe
     loaded.core.check_integrity()
-    tiers = {
-        work.name: tiering.measure(
+    compared = {
+        work.name: tasks.measure(
             loaded.runner,
             work,
             step_tokens=settings.max_step_tokens,
@@ -87,13 +87,13 @@ def run(
             say=reporter.say,
         )
         for work in works
-        if isinstance(work, Tiering)
+        if not isinstance(work, Prefill | Decode)
     }
     return report.build(
         subject=loaded.subject(),
         cost=_cost(loaded),
         spans=spans,
-        tiers=tiers,
+        tasks=compared,
         roofline=None if probe is None else probe.roofline,
         load_s=loaded.load_s,
         rss_bytes=rss_bytes,

@@ -55,12 +55,7 @@ def _lines(report: EngineReport) -> dict[str, str]:
         lines["structured"] = (
             f"a JSON schema adds {report.structured_overhead:.1%} to a step at 8 sequences"
         )
-    for name, found in report.tiers.items():
-        lines[name] = (
-            f"first token after {found.recomputed_s * 1000:,.0f} ms computed, "
-            f"{found.host_s * 1000:,.0f} ms from the host ({found.host_ratio:.1f} times faster), "
-            f"{found.disk_s * 1000:,.0f} ms from the disk ({found.disk_ratio:.1f} times)"
-        )
+    lines |= {name: task.sentence() for name, task in report.tasks.items()}
     if report.roofline is not None:
         lines["limits"] = _limits(report.roofline)
     return lines

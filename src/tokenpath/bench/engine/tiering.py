@@ -13,14 +13,13 @@ import os
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from tokenpath.bench.engine.first_token import FirstToken, Say, median_s, turns
 from tokenpath.bench.engine.works import Tiering
 from tokenpath.config.paths import cache_dir
 from tokenpath.engine.kv_tiers.folder import open_folder
@@ -34,8 +33,6 @@ WORKING_SET = 4
 """Times the pool."""
 POOL_PROMPTS = 2
 _FINGERPRINT = bytes(32)
-_WAIT_S = 0.005
-Say = Callable[[str], None]
 
 
 class TieringFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,13 +57,17 @@ class TieringFigure(msgspec.Struct, frozen=True, kw_only=True):
     """Of each prompt, the median."""
     disk_restored_tokens: int
 
+    def ratios(self, name: str) -> dict[str, float]:
+        """As ``TaskFigure``."""
+        return {f"{name}_host": self.host_ratio, f"{name}_disk": self.disk_ratio}
 
-@dataclass(frozen=True, slots=True)
-class _First:
-    """One prompt's first token."""
-
-    seconds: float
-    cached_tokens: int
+    def sentence(self) -> str:
+        """As ``TaskFigure``."""
+        return (
+            f"first token after {self.recomputed_s * 1000:,.0f} ms computed, "
+            f"{self.host_s * 1000:,.0f} ms from the host ({self.host_ratio:.1f} times faster), "
+            f"{self.disk_s * 1000:,.0f} ms from the disk ({self.disk_ratio:.1f} times)"
+        )
 
 
 def measure(
@@ -106,28 +107,28 @@ def measure(
             yield made
 
     say(f"{work.name}: computing")
-    plain = _turns(runner, Scheduler(config), None, prompts[:3])
-    host: list[_First] = []
-    disk: list[_First] = []
+    plain = turns(runner, Scheduler(config), None, prompts[:3])
+    host: list[FirstToken] = []
+    disk: list[FirstToken] = []
     with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="bench-kv-") as folder:
         root = Path(folder)
         with tiers_on(root) as tiers:
             scheduler = Scheduler(config, tiers=tiers)
             say(f"{work.name}: computing, with tiers")
-            saving = _turns(runner, scheduler, tiers, prompts)
+            saving = turns(runner, scheduler, tiers, prompts)
             for number in range(1, rounds + 1):
                 say(f"{work.name}: round {number} of {rounds}, from the host")
-                host += _turns(runner, scheduler, tiers, prompts)
+                host += turns(runner, scheduler, tiers, prompts)
             tiers.close(scheduler.pool.cached_contents(), within_s=60)
         for number in range(1, rounds + 1):
             say(f"{work.name}: round {number} of {rounds}, from the disk")
             _forget_files(root)
             with tiers_on(root) as tiers:
-                disk += _turns(runner, Scheduler(config, tiers=tiers), tiers, prompts)
+                disk += turns(runner, Scheduler(config, tiers=tiers), tiers, prompts)
     for name, found in (("the host", host), ("the disk", disk)):
         if statistics.median(first.cached_tokens for first in found) < work.tokens // 2:
             raise EngineError(f"{work.name} brought less than half back from {name}: no result")
-    recomputed_s = _median(plain)
+    recomputed_s = median_s(plain)
     return TieringFigure(
         prompt_tokens=work.tokens,
         prompts=count,
@@ -135,46 +136,14 @@ def measure(
         working_set_tokens=count * work.tokens,
         block_bytes=block_bytes,
         recomputed_s=recomputed_s,
-        saving_s=_median(saving),
-        host_s=_median(host),
-        disk_s=_median(disk),
-        host_ratio=recomputed_s / _median(host),
-        disk_ratio=recomputed_s / _median(disk),
+        saving_s=median_s(saving),
+        host_s=median_s(host),
+        disk_s=median_s(disk),
+        host_ratio=recomputed_s / median_s(host),
+        disk_ratio=recomputed_s / median_s(disk),
         host_restored_tokens=int(statistics.median(first.cached_tokens for first in host)),
         disk_restored_tokens=int(statistics.median(first.cached_tokens for first in disk)),
     )
-
-
-def _turns(
-    runner: ModelRunner,
-    scheduler: Scheduler,
-    tiers: KvTiers | None,
-    prompts: Sequence[Sequence[int]],
-) -> list[_First]:
-    """Each prompt alone, up to its first token."""
-    found = []
-    for prompt in prompts:
-        started = time.perf_counter()
-        sequence = scheduler.add("bench", prompt, max_tokens=1)
-        while not sequence.output_tokens:
-            plan = scheduler.plan()
-            planned = time.perf_counter()
-            if not plan.chunks:
-                if tiers is not None:
-                    tiers.wait(_WAIT_S)
-                continue
-            rows = runner.run(plan)
-            sampled = {"bench": int(rows[0].argmax())} if len(rows) else {}
-            scheduler.commit(plan, sampled)
-            if tiers is not None:
-                tiers.computed(plan.tokens, time.perf_counter() - planned)
-        found.append(_First(time.perf_counter() - started, sequence.cached_prompt_tokens or 0))
-        scheduler.finish("bench")
-    return found
-
-
-def _median(found: Sequence[_First]) -> float:
-    return statistics.median(first.seconds for first in found)
 
 
 def _forget_files(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""What can be measured, by name: ``prefill_512``, ``decode_8_1024``, ``structured_8_64``.
+"""What can be measured, by name: ``prefill_512``, ``decode_8_1024``, ``shared_2000``.
 
 A name is also the key of its figure in the JSON report. Any size may be named; ``ALL`` are the
 sizes that peers are compared on.
@@ -7,7 +7,7 @@ sizes that peers are compared on.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tokenpath.protocol.errors import SpecError
@@ -17,7 +17,8 @@ DECODE_STEPS = 32
 STEP_OVERHEAD = "step_overhead"
 STRUCTURED_OVERHEAD = "structured_overhead"
 _NAME = re.compile(
-    r"tiers_(?P<tiers>[1-9]\d{0,6})|prefill_(?P<prompt>[1-9]\d{0,6})|(?P<kind>decode|structured)_(?P<sequences>[1-9]\d{0,3})_(?P<context>[1-9]\d{0,6})"
+    r"(?P<one>prefill|tiers|shared)_(?P<tokens>[1-9]\d{0,6})"
+    r"|(?P<kind>decode|structured)_(?P<sequences>[1-9]\d{0,3})_(?P<context>[1-9]\d{0,6})"
 )
 
 
@@ -98,7 +99,36 @@ class Tiering:
         return 2
 
 
-Work = Prefill | Decode | Tiering
+SHARERS = 4
+"""Callers after the first one of a shared prompt."""
+OWN_TOKENS = 32
+"""Of each caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Callers whose prompts begin with the same tokens; see ``bench.engine.sharing``."""
+
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"shared_{self.tokens}"
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Most tokens that a sequence of the work comes to have."""
+        return self.tokens + OWN_TOKENS + 1
+
+    @property
+    def sequences(self) -> int:
+        """That the pool holds at a time."""
+        return 2
+
+
+Task = Tiering | Sharing
+"""A work with a measurement of its own."""
+Work = Prefill | Decode | Task
 OVERHEAD_WORK = Decode(8, 64)
 """The step overhead is taken from its steps."""
 STRUCTURED_WORK = Decode(8, 64, structured=True)
@@ -108,6 +138,13 @@ ALL: tuple[Work, ...] = (
     Prefill(2048),
     *(Decode(sequences, context) for context in (64, 1024) for sequences in (1, 4, 8, 16, 32)),
 )
+
+
+_OF_TOKENS: dict[str, Callable[[int], Work]] = {
+    "prefill": Prefill,
+    "tiers": Tiering,
+    "shared": Sharing,
+}
 
 
 def chosen(only: str | None) -> list[Work]:
@@ -160,11 +197,9 @@ def _parse(name: str) -> Work:
     if found is None:
         raise SpecError(
             f"--only: {name!r} is no work; works are prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
-            f"structured_SEQUENCES_CONTEXT, tiers_TOKENS and {STEP_OVERHEAD}, such as "
-            "prefill_512,decode_8_1024"
+            f"structured_SEQUENCES_CONTEXT, tiers_TOKENS, shared_TOKENS and {STEP_OVERHEAD}, "
+            "such as prefill_512,decode_8_1024"
         )
-    if found["tiers"]:
-        return Tiering(int(found["tiers"]))
-    if found["prompt"]:
-        return Prefill(int(found["prompt"]))
+    if found["one"]:
+        return _OF_TOKENS[found["one"]](int(found["tokens"]))
     return Decode(int(found["sequences"]), int(found["context"]), found["kind"] == "structured")
