@@ -106,7 +106,7 @@ def test_any_machine_is_learnt(step_s, row_s, token_s, pair_s, streams, factor):
     # A target that decoding and the least of a prompt leave room for.
     target_s = factor * (step_s + row_s * streams + 16 * token_s + 16 * 1500 * pair_s)
     steps, _ = serve(machine, target_s, streams=streams, prompt=1500)
-    assert max(seconds for _, seconds in steps) <= 1.15 * target_s
+    assert max(seconds for _, seconds in steps) <= 1.3 * target_s
 
 
 def test_a_machine_that_gets_slower_is_noticed():
