@@ -3,7 +3,7 @@
 import pytest
 
 from tokenpath.bench.engine import cost, works
-from tokenpath.bench.engine.works import Decode, Prefill, Sharing, Tiering
+from tokenpath.bench.engine.works import Decode, Prefill, Sharing, Stalling, Tenancy, Tiering
 from tokenpath.models.architecture import ModelConfig
 from tokenpath.protocol.errors import SpecError
 
@@ -39,11 +39,21 @@ def test_tiers_take_turns_in_a_pool_of_two():
         )
 
 
+def test_the_pool_holds_a_long_prompt_and_streams_that_outlast_it():
+    (stall, tenants) = works.chosen("stall_16000,tenants_128")
+    assert (stall, tenants) == (Stalling(16_000), Tenancy(128))
+    assert stall.stream_tokens >= 64 + 16_000 // 16
+    assert stall.sequences * stall.sequence_tokens >= 16_000 + 8 * stall.stream_tokens
+    assert tenants.sequences * tenants.sequence_tokens == 8 * 160
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "",
         "tiers",
+        "stall",
+        "tenants_0",
         "tiers_0",
         "structured_8",
         "prefill",

@@ -70,7 +70,8 @@ def engine(
         typer.Option(
             metavar="WORK,…",
             help="Measure these: prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
-            "structured_SEQUENCES_CONTEXT, tiers_TOKENS, shared_TOKENS, step_overhead. Default: "
+            "structured_SEQUENCES_CONTEXT, tiers_TOKENS, shared_TOKENS, "
+            "stall_TOKENS, tenants_TOKENS, step_overhead. Default: "
             "prefill of 512 and 2048, decode of 1 to 32 with 64 and 1024 tokens of context.",
         ),
     ] = None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tokenpath.bench.engine import sharing, tiering
+from tokenpath.bench.engine import sharing, stalling, tenancy, tiering
 from tokenpath.bench.engine.first_token import Say
-from tokenpath.bench.engine.works import Sharing, Task, Tiering
+from tokenpath.bench.engine.works import Sharing, Stalling, Task, Tenancy, Tiering
 from tokenpath.engine.runner import ModelRunner
 
 
@@ -33,5 +33,13 @@ def measure(
             )
         case Sharing():
             return sharing.measure(
+                runner, task, step_tokens=step_tokens, rounds=rounds, seed=seed, say=say
+            )
+        case Stalling():
+            return stalling.measure(
+                runner, task, step_tokens=step_tokens, rounds=rounds, seed=seed, say=say
+            )
+        case Tenancy():
+            return tenancy.measure(
                 runner, task, step_tokens=step_tokens, rounds=rounds, seed=seed, say=say
             )
