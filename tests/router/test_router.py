@@ -126,15 +126,15 @@ class CountMachine(RuleBasedStateMachine):
         self.router = Router([self.model])
         self.leases: list[list] = []
 
-    @rule(sequences=st.integers(1, 4))
-    def reserve(self, sequences):
+    @rule(sequences=st.integers(1, 4), tenant=st.sampled_from(["", "a", "b"]))
+    def reserve(self, sequences, tenant):
         try:
             lease = self.router.reserve(
-                self.model, LIMITS, sequences=sequences, prompt_tokens=sequences
+                self.model, LIMITS, sequences=sequences, prompt_tokens=sequences, tenant=tenant
             )
         except OverloadedError:
             return
-        self.leases.append([lease, sequences])
+        self.leases.append([lease, sequences, tenant, sequences])
 
     @rule(data=st.data())
     def end_one(self, data):
@@ -159,7 +159,13 @@ class CountMachine(RuleBasedStateMachine):
 
     @invariant()
     def counted(self):
-        assert self.router.in_flight(self.model) == sum(held for _, held in self.leases)
+        assert self.router.in_flight(self.model) == sum(lease[1] for lease in self.leases)
+        posts = self.router._posts[self.model]
+        for tenant in ("", "a", "b"):
+            live = [lease for lease in self.leases if lease[2] == tenant and lease[1]]
+            loads = [post.load(tenant) for post in posts]
+            assert sum(load.tenant_in_flight for load in loads) == sum(held[1] for held in live)
+            assert sum(load.tenant_tokens for load in loads) == sum(held[3] for held in live)
 
 
 TestCount = CountMachine.TestCase

@@ -188,7 +188,7 @@ class Server:
             self._say(f"Loading {replica_id}: {what} …")
 
     def _metrics(self) -> Metrics:
-        metrics = Metrics()
+        metrics = Metrics(self._spec.gateway.metrics_tenants)
         threads = {
             m.name: s.threads for m, s in zip(self._models, self._division.shares, strict=True)
         }

@@ -97,6 +97,8 @@ def _type(field: Mapping[str, Any]) -> str:
         return " or ".join(f"`{_value(value)}`" for value in field["enum"])
     if field["type"] == "array":
         return f"list of {_type(field['items'])}"
+    if field["type"] == "object":
+        return f"names, each with a {_type(field['additionalProperties'])}"
     words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "boolean"}
     return words[field["type"]] + _bounds(field)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from tokenpath.config.spec import EngineSettings
+from tokenpath.config.spec import EngineSettings, FairnessSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import default_threads
 from tokenpath.engine.draft_build import open_draft
@@ -30,9 +30,11 @@ from tokenpath.models.detokenizer import IncrementalDetokenizer
 from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.tokenizer import Tokenizer
+from tokenpath.policy.fairness import Fairness
 from tokenpath.policy.lookup import LookupDrafter
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
 from tokenpath.policy.speculator import Drafter, Speculator
+from tokenpath.policy.step_budget import StepBudget
 from tokenpath.protocol.errors import ModelError, SpecError
 from tokenpath.protocol.replica import ModelCard
 
@@ -123,6 +125,8 @@ def build_engine(
         num_blocks=num_blocks,
         max_context_tokens=context,
         prefix_cache=settings.prefix_cache,
+        max_waiting=settings.max_waiting,
+        fairness=fairness(settings.fairness, num_blocks),
     )
     forms = LiveForms(tokenizer)
     speculator = None
@@ -133,7 +137,14 @@ def build_engine(
         speculator = Speculator(
             drafters, most_tokens=settings.speculation.draft_tokens, forms=forms
         )
-    scheduler = Scheduler(config, tiers=tiers, drafts=speculator, run=secrets.token_bytes(16))
+    step_budget = None if settings.target_itl_s is None else StepBudget(settings.target_itl_s)
+    scheduler = Scheduler(
+        config,
+        tiers=tiers,
+        drafts=speculator,
+        run=secrets.token_bytes(16),
+        step_budget=step_budget,
+    )
     card = ModelCard(
         name=name,
         architecture=model.config.architecture,
@@ -169,7 +180,22 @@ def build_engine(
         tiers=tiers,
         speculator=speculator,
         forms=forms,
+        step_budget=step_budget,
+        max_session_s=settings.max_session_s,
         resident_bytes=lambda: int(process.memory_info().rss),
+    )
+
+
+def fairness(settings: FairnessSettings, num_blocks: int) -> Fairness:
+    """The spec's words on sharing, for a pool of so many blocks."""
+    share = settings.tenant_kv_share
+    return Fairness(
+        by_tokens=settings.by_tokens,
+        weights=settings.weights,
+        priorities=settings.priorities,
+        priority_ageing_s=settings.priority_ageing_s,
+        tenant_max_running=settings.tenant_max_running,
+        tenant_max_blocks=None if share is None else max(1, int(num_blocks * share)),
     )
 
 

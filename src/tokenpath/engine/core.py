@@ -36,9 +36,11 @@ from tokenpath.engine.sampler import Sampled, confirmed, sample
 from tokenpath.engine.sampling_state import SamplingState, states_along
 from tokenpath.engine.stage_clock import StageClock
 from tokenpath.engine.validation import check_request
+from tokenpath.policy.foresight import Foresight
 from tokenpath.policy.scheduler import Scheduler
 from tokenpath.policy.sequence import Chunk, Sequence, SequenceState, StepPlan
 from tokenpath.policy.speculator import Speculator
+from tokenpath.policy.step_budget import StepBudget
 from tokenpath.protocol.errors import (
     ContextLengthError,
     DeadlineError,
@@ -100,6 +102,8 @@ class _Live:
     stages: StageClock
     deadline: float
     """On the core's clock; infinite without a timeout."""
+    allowed_s: float
+    """From its arrival to the deadline."""
 
 
 @dataclass(slots=True)
@@ -129,14 +133,16 @@ class EngineCore:
         tiers: KvTiers | None = None,
         speculator: Speculator | None = None,
         forms: LiveForms | None = None,
+        step_budget: StepBudget | None = None,
+        max_session_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed_source: Callable[[], int] = fresh_seed,
         resident_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``reducer`` serves the sampler; ``tiers`` and ``speculator`` are those of the scheduler.
+        """``tiers``, ``speculator`` and ``step_budget`` are the scheduler's.
 
-        ``forms`` is the speculator's, which is told of live grammars.
-
+        ``reducer`` serves the sampler; ``forms`` is the speculator's and learns of live grammars.
+        ``max_session_s`` bounds every request's life, whatever its own timeout.
         ``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed.
         """
         self.card = card
@@ -151,6 +157,9 @@ class EngineCore:
         self.speculator = speculator
         """The scheduler's, if it speculates."""
         self._forms = forms
+        self._step_budget = step_budget
+        self._foresight = Foresight()
+        self._max_session_s = math.inf if max_session_s is None else max_session_s
         self._clock = clock
         self._seed_source = seed_source
         self._resident_bytes = resident_bytes
@@ -159,6 +168,7 @@ class EngineCore:
         self._steps_total = 0
         self._step_seconds_total = 0.0
         self._aborts_total = 0
+        self._deadlines_missed_total = 0
 
     def check(self, request: GenerationRequest) -> None:
         """Raise what ``submit`` would raise now, without queueing anything."""
@@ -195,7 +205,7 @@ class EngineCore:
             InvalidRequestError: a parameter is out of its range, or the id is live.
             UnsupportedError: the request is for vectors, which this engine does not make.
             ContextLengthError: the prompt leaves no room for a single token.
-            OverloadedError: too many grammars are being compiled.
+            OverloadedError: the queue is full, or too many grammars are being compiled.
         """
         if isinstance(request, PoolingRequest):
             raise UnsupportedError("this engine generates text; it makes no embeddings or scores")
@@ -227,12 +237,20 @@ class EngineCore:
             max_tokens=max_tokens,
             priority=request.priority,
             cache_key=(request.cache_salt, request.adapter or ""),
+            tenant=request.tenant,
+            now=arrived,
         )
         if self._forms is not None and sampling.grammar is not None:
             self._forms.begin(request.request_id, sampling.grammar)
-        deadline = math.inf if request.timeout_s is None else arrived + request.timeout_s
+        allowed_s = min(request.timeout_s or math.inf, self._max_session_s)
         self._live[request.request_id] = _Live(
-            request, sequence, sampling, output, StageClock(arrived), deadline
+            request,
+            sequence,
+            sampling,
+            output,
+            StageClock(arrived),
+            deadline=arrived + allowed_s,
+            allowed_s=allowed_s,
         )
 
     def _begin_grammar(
@@ -269,18 +287,23 @@ class EngineCore:
             return []
         started = self._clock()
         events: list[GenerationEvent] = self._expired(started)
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(started)
         planned = self._clock()
         self._enter(plan.preempted, Stage.QUEUE, planned)
         self._enter(plan.admitted, Stage.PREFILL, planned)
         if plan.chunks:
-            events += self._complete(plan, self._compute(plan))
+            computed = self._compute(plan)
+            events += self._complete(plan, computed)
+            seconds = self._clock() - started
             self._steps_total += 1
-            ended = self._clock()
-            self._step_seconds_total += ended - started
+            self._step_seconds_total += seconds
             if self.speculator is not None:
                 # Without planning, in which drafts are made: what those cost is their drafter's.
-                self.speculator.costs.measured(plan.tokens, ended - planned)
+                self.speculator.costs.measured(plan.tokens, started + seconds - planned)
+            if len(computed.chunks) == len(plan.chunks):
+                self._foresight.observe(plan, seconds)
+                if self._step_budget is not None:
+                    self._step_budget.observe(plan, seconds)
         if self._tiers is not None:
             if plan.chunks:
                 prefill = sum(chunk.known for chunk in plan.chunks if chunk.known > 1)
@@ -296,6 +319,7 @@ class EngineCore:
             requests_running=scheduler.running,
             requests_waiting=scheduler.waiting,
             waiting_tokens=scheduler.waiting_tokens,
+            tenants=scheduler.tenants,
             kv_blocks_used=scheduler.blocks_used,
             kv_blocks_cached=scheduler.blocks_cached,
             kv_blocks_total=scheduler.blocks_total,
@@ -307,7 +331,11 @@ class EngineCore:
             preemptions_total=scheduler.preemptions_total,
             steps_total=self._steps_total,
             step_seconds_total=self._step_seconds_total,
+            prefill_limited_steps_total=(
+                0 if self._step_budget is None else self._step_budget.limited_total
+            ),
             aborts_total=self._aborts_total,
+            deadlines_missed_total=self._deadlines_missed_total,
             resident_bytes=self._resident_bytes(),
             grammars_cached=0 if grammars is None else grammars.cached,
             grammars_compiled_total=0 if grammars is None else grammars.compiled_total,
@@ -349,13 +377,29 @@ class EngineCore:
             )
 
     def _expired(self, now: float) -> list[GenerationEvent]:
-        late = [live for live in self._live.values() if live.deadline <= now]
+        """End those whose time is over, and those whose prompt it cannot suffice for."""
         events: list[GenerationEvent] = []
-        for live in late:
-            request = live.request
-            error = DeadlineError(f"the request ran past its {request.timeout_s:g} seconds")
+        for live in tuple(self._live.values()):
+            left_s = live.deadline - now
+            if left_s <= 0:
+                error = DeadlineError(f"the request ran past its {live.allowed_s:g} seconds")
+            elif self._is_hopeless(live, left_s):
+                error = DeadlineError(
+                    f"the request cannot have its first token within its {live.allowed_s:g} "
+                    f"seconds: {left_s:.3g} are left, too few for its prompt"
+                )
+            else:
+                continue
+            self._deadlines_missed_total += 1
             events.append(self._fail(live, error, now))
         return events
+
+    def _is_hopeless(self, live: _Live, left_s: float) -> bool:
+        sequence, least_s = live.sequence, self._foresight.least_s
+        if sequence.output_tokens or least_s(sequence.uncomputed) <= left_s:
+            return False
+        # Only now is it worth to look for what need not be computed.
+        return least_s(self._scheduler.uncached(sequence)) > left_s
 
     def _enter(self, sequences: Iterable[Sequence], stage: Stage, now: float) -> None:
         for sequence in sequences:

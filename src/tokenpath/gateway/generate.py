@@ -81,6 +81,7 @@ class GenerationEndpoint(Generic[Request]):
             house.queue_limits,
             sequences=plan.sequences,
             prompt_tokens=plan.prompt_tokens * plan.n,
+            tenant=call.tenant,
         )
         base = uuid.uuid4().hex
         requests = [
@@ -91,6 +92,7 @@ class GenerationEndpoint(Generic[Request]):
                 sampling=choice_params(plan.params[prompt], choice),
                 priority=plan.priority,
                 cache_salt=call.key_id or "",
+                tenant=call.tenant,
                 timeout_s=lifeline.left_s,
             )
             for prompt, token_ids in enumerate(plan.prompts)

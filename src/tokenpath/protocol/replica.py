@@ -49,6 +49,8 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     requests_waiting: int = 0
     waiting_tokens: int = 0
     """Prompt tokens of the waiting requests that are not known to be cached."""
+    tenants: int = 0
+    """With requests that run or wait."""
     kv_blocks_used: int = 0
     """Held by live requests."""
     kv_blocks_cached: int = 0
@@ -81,7 +83,11 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     preemptions_total: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
+    prefill_limited_steps_total: int = 0
+    """Steps that computed less of the prompts so as not to hold up streams."""
     aborts_total: int = 0
+    deadlines_missed_total: int = 0
+    """Requests ended because their time was over, or could not suffice any more."""
     resident_bytes: int = 0
     grammars_cached: int = 0
     grammars_compiled_total: int = 0

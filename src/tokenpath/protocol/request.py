@@ -74,5 +74,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Part of the prefix-cache key: sequences with different salts never share blocks."""
     adapter: str | None = None
     """Name of the LoRA adapter; part of the prefix-cache key."""
+    tenant: str = ""
+    """On whose behalf: the API key's name; empty for anybody's."""
     timeout_s: float | None = None
     """Seconds left to the request when it was sent; a duration, since clocks differ."""

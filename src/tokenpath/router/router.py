@@ -21,9 +21,11 @@ SETTLED_POLL_S: Final = 0.02
 class Lease:
     """A call's places on a replica, counted from ``Router.reserve`` until each is given back."""
 
-    def __init__(self, post: Post, sequences: int) -> None:
+    def __init__(self, post: Post, sequences: int, prompt_tokens: int, tenant: str) -> None:
         self._post = post
         self._sequences = sequences
+        self._prompt_tokens = prompt_tokens
+        self._tenant = tenant
 
     @property
     def replica(self) -> Replica:
@@ -32,13 +34,19 @@ class Lease:
     def ended(self) -> None:
         """One of the sequences has ended."""
         if self._sequences:
-            self._sequences -= 1
-            self._post.in_flight -= 1
+            self._give_back(1)
 
     def release(self) -> None:
         """All of them have. Releasing again changes nothing."""
-        self._post.in_flight -= self._sequences
-        self._sequences = 0
+        self._give_back(self._sequences)
+
+    def _give_back(self, sequences: int) -> None:
+        self._sequences -= sequences
+        # A call's prompts are counted until the last of its sequences ends.
+        tokens, self._prompt_tokens = (
+            (0, self._prompt_tokens) if self._sequences else (self._prompt_tokens, 0)
+        )
+        self._post.give_back(sequences, tokens, self._tenant)
 
 
 class Post:
@@ -51,9 +59,12 @@ class Post:
         self._report: ReplicaStats | None = None
         self._unreported = 0
         self._unreported_tokens = 0
+        self._tenants: dict[str, tuple[int, int]] = {}
+        """Sequences and prompt tokens in flight, of tenants that have any."""
 
-    def load(self) -> Load:
+    def load(self, tenant: str = "") -> Load:
         """Both signals, now. A new report from the replica restarts the count since the report."""
+        sequences, tokens = self._tenants.get(tenant, (0, 0))
         report = self.replica.last_stats
         if report is not self._report:
             self._report = report
@@ -67,13 +78,26 @@ class Post:
             # What has already ended again cannot be waiting.
             unreported=min(self._unreported, self.in_flight),
             unreported_tokens=self._unreported_tokens if self.in_flight else 0,
+            tenant_in_flight=sequences,
+            tenant_tokens=tokens,
         )
 
-    def take(self, sequences: int, prompt_tokens: int) -> Lease:
+    def take(self, sequences: int, prompt_tokens: int, tenant: str = "") -> Lease:
+        had, tokens = self._tenants.get(tenant, (0, 0))
+        self._tenants[tenant] = had + sequences, tokens + prompt_tokens
         self.in_flight += sequences
         self._unreported += sequences
         self._unreported_tokens += prompt_tokens
-        return Lease(self, sequences)
+        return Lease(self, sequences, prompt_tokens, tenant)
+
+    def give_back(self, sequences: int, prompt_tokens: int, tenant: str) -> None:
+        """Some of what was taken has ended."""
+        if not sequences:
+            return
+        self.in_flight -= sequences
+        had, tokens = self._tenants.pop(tenant)
+        if had > sequences:
+            self._tenants[tenant] = had - sequences, tokens - prompt_tokens
 
 
 class Router:
@@ -126,18 +150,31 @@ class Router:
         return self._least_loaded(model).replica
 
     def reserve(
-        self, model: ServedModel, limits: QueueLimits, *, sequences: int, prompt_tokens: int
+        self,
+        model: ServedModel,
+        limits: QueueLimits,
+        *,
+        sequences: int,
+        prompt_tokens: int,
+        tenant: str = "",
     ) -> Lease:
         """Choose a replica and take places on it for one call, in one step.
 
-        Raises ``OverloadedError`` (with Retry-After) if the least loaded replica's queue has no
-        room, and as ``ServedModel.unready`` if no replica is ready.
+        ``tenant`` is the API key's name. Raises ``OverloadedError`` (with Retry-After) if the least
+        loaded replica's queue has no room, or none for more of this tenant's, and as
+        ``ServedModel.unready`` if no replica is ready.
         """
         post = self._least_loaded(model)
-        refusal = admit(post.load(), limits, sequences=sequences, prompt_tokens=prompt_tokens)
+        refusal = admit(
+            post.load(tenant),
+            limits,
+            sequences=sequences,
+            prompt_tokens=prompt_tokens,
+            has_tenant=bool(tenant),
+        )
         if refusal is not None:
             raise OverloadedError(refusal.reason, retry_after_s=refusal.retry_after_s)
-        return post.take(sequences, prompt_tokens)
+        return post.take(sequences, prompt_tokens, tenant)
 
     def in_flight(self, model: ServedModel) -> int:
         """Sequences that this gateway has on the model's replicas now."""
