@@ -67,6 +67,11 @@ class Gateway(_Strict):
     auth: Literal["keys", "none"] = "keys"
     """``keys``: an API key is required as soon as one was ever created; before that, and with
     ``none``, only loopback addresses may be listened on."""
+    admin: Literal["keys", "local"] = "keys"
+    """Who may operate the server (``/admin``). ``keys``: who has a key made with ``tokenpath keys
+    create NAME --admin``; a server without keys is operated by nobody, so that no program gets by
+    an upgrade what it could not do before. ``local``: without keys, any program of this machine
+    may. Once a key was created, ``local`` changes nothing."""
     keepalive_s: Annotated[float, Field(gt=0)] | None = None
     """Send an SSE comment this often while a streamed request waits for its first output. It
     commits the response to status 200, so it is off unless a proxy in between needs it."""
@@ -182,6 +187,25 @@ class EngineSettings(_Strict):
     grammar_cache_entries: Annotated[int, Field(gt=0)] = 64
     """Compiled schemas and grammars that are kept, those used last. One takes from some 100 kB to,
     for the most tangled, some 10 MB."""
+    warm_up: bool = True
+    """Compute a short prompt, a token and a small schema before the model says ready. What the
+    first of each costs (about a second for a schema) is then paid by no request; the start takes
+    as much longer."""
+    step_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest time for one engine step; then the process is taken to be stuck, ends, and a new one
+    is started. The default leaves room for the slowest honest step: 512 tokens of 8 billion
+    parameters are 8 Tflop, 160 s at the 50 GFLOP/s of two old cores. Raise it with
+    ``max_step_tokens``."""
+    load_stall_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time without progress while a model is loaded; then the process ends as for a step.
+    Ten minutes are what reading 60 GB in one piece takes at the 100 MB/s of a network disk."""
+    sleep_after_s: Annotated[float, Field(gt=0)] | None = None
+    """Put the model to sleep when it has had nothing to do for so long: its weights and KV pool are
+    given back. None: never, because waking costs the next request seconds."""
+    when_asleep: Literal["wake", "refuse"] = "wake"
+    """What a request for a sleeping model does. ``wake``: it waits until the model is loaded again,
+    which is what a caller expects who knows nothing of sleep. ``refuse``: 503 with Retry-After, so
+    that memory stays free until somebody wakes the model on purpose."""
     task: Literal["auto", "generate", "embed", "rerank", "classify"] = "auto"
     """What the model is served for. ``auto`` goes by the checkpoint: an encoder embeds, or with a
     classification head reranks (one label) or classifies; a decoder generates, or embeds if

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from tokenpath.engine.kv_cache import kv_blocks_for
 from tokenpath.engine.packed_cache import PackedCache
 from tokenpath.engine.precision import settle_dtype, settle_kv_dtype, torch_dtype, weight_bits
 from tokenpath.engine.runner import ModelRunner
+from tokenpath.engine.warm_up import rehearse
 from tokenpath.models import memory
 from tokenpath.models.architecture import ModelConfig
 from tokenpath.models.detokenizer import IncrementalDetokenizer
@@ -55,9 +57,11 @@ def build_engine(
     progress: Progress | None = None,
     available_bytes: Callable[[], int] = memory.available_bytes,
     around: Around | None = None,
+    warm: bool = False,
 ) -> EngineCore:
     """Load a model and put an engine around it; takes seconds.
 
+    With ``warm`` it has computed before: what only the first request would wait for is done.
     Sets torch's number of threads for the whole process: to one, where the native kernels have
     threads of their own.
 
@@ -112,6 +116,14 @@ def build_engine(
         # each call, on the CPUs that the native program's threads compute on.
         torch.set_num_threads(1)
     tiers = _tiers(settings, runner, model, name=name, dtype=held)
+    config = SchedulerConfig(
+        max_step_tokens=settings.max_step_tokens,
+        max_running=settings.max_running,
+        block_tokens=settings.block_tokens,
+        num_blocks=num_blocks,
+        max_context_tokens=context,
+        prefix_cache=settings.prefix_cache,
+    )
     forms = LiveForms(tokenizer)
     speculator = None
     if settings.speculation.method != "off":
@@ -121,19 +133,7 @@ def build_engine(
         speculator = Speculator(
             drafters, most_tokens=settings.speculation.draft_tokens, forms=forms
         )
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_step_tokens=settings.max_step_tokens,
-            max_running=settings.max_running,
-            block_tokens=settings.block_tokens,
-            num_blocks=num_blocks,
-            max_context_tokens=context,
-            prefix_cache=settings.prefix_cache,
-        ),
-        tiers=tiers,
-        drafts=speculator,
-        run=secrets.token_bytes(16),
-    )
+    scheduler = Scheduler(config, tiers=tiers, drafts=speculator, run=secrets.token_bytes(16))
     card = ModelCard(
         name=name,
         architecture=model.config.architecture,
@@ -147,15 +147,25 @@ def build_engine(
         kv_blocks_total=num_blocks,
         block_tokens=settings.block_tokens,
     )
-    process = psutil.Process()
-    return EngineCore(
-        runner if around is None else around(runner),
-        scheduler,
+    make = functools.partial(
+        EngineCore,
         text=_ModelText(tokenizer),
         card=card,
         eos_ids=model.config.eos_ids,
         reducer=runner.reducer,
-        grammars=_grammars(tokenizer, model.config, settings),
+    )
+    vocabulary = _vocabulary(tokenizer, model.config)
+    if warm:
+        # A core of its own on the same runner: the serving one's counters stay at zero, and
+        # neither its pool nor its tiers know of what was computed.
+        rehearse(
+            make(runner, Scheduler(config), grammars=_grammars(vocabulary, settings)), progress
+        )
+    process = psutil.Process()
+    return make(
+        runner if around is None else around(runner),
+        scheduler,
+        grammars=_grammars(vocabulary, settings),
         tiers=tiers,
         speculator=speculator,
         forms=forms,
@@ -185,15 +195,20 @@ def _tiers(
     )
 
 
-def _grammars(
-    tokenizer: Tokenizer, config: ModelConfig, settings: EngineSettings
-) -> GrammarCompiler:
+def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Callable[[], Vocabulary]:
+    """Makes the grammars' vocabulary when it is first called, and gives the same one after."""
+
+    @functools.cache
     def vocabulary() -> Vocabulary:
         # Loads the library, which a server without grammars never needs.
         from tokenpath.engine.grammar.vocabulary import Vocabulary  # noqa: PLC0415 - see above
 
         return Vocabulary(tokenizer, size=config.vocab_size, end_ids=config.eos_ids)
 
+    return vocabulary
+
+
+def _grammars(vocabulary: Callable[[], Vocabulary], settings: EngineSettings) -> GrammarCompiler:
     return GrammarCompiler(
         vocabulary,
         limit_s=settings.grammar_compile_s,

@@ -318,13 +318,15 @@ class EngineCore:
         )
         return stats if self._tiers is None else self._tiers.report(stats)
 
-    def close(self, *, trusted: bool = True) -> None:
+    def close(self, *, trusted: bool = True, keep_kv: bool = True) -> None:
         """Let go of what outlives the process: KV blocks on the disk. The last call; takes seconds.
 
-        Without ``trusted`` the pool is in doubt, and nothing of it is kept.
+        Without ``trusted`` the pool is in doubt, and nothing of it is kept; without ``keep_kv``
+        nothing at all.
         """
         if self._tiers is not None:
-            self._tiers.close(self._scheduler.pool.cached_contents() if trusted else ())
+            kept = self._scheduler.pool.cached_contents() if trusted and keep_kv else ()
+            self._tiers.close(kept, keep=keep_kv)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant. Between steps only."""
