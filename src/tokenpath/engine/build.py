@@ -113,9 +113,19 @@ def build_engine(
             progress=progress,
         )
         tokenizer = tokenizer_made.result()
+    forms = LiveForms(tokenizer)
+    speculator = None
+    if settings.speculation.method != "off":
+        drafters: list[Drafter] = [LookupDrafter()]
+        if draft is not None:
+            drafters.append(draft.load(tokenizer, model.config))
+        speculator = Speculator(
+            drafters, most_tokens=settings.speculation.draft_tokens, forms=forms
+        )
     if runner.kernels != "torch":
         # The sampler is what is left for torch. Threads of its own would spin for a while after
-        # each call, on the CPUs that the native program's threads compute on.
+        # each call, on the CPUs that the native program's threads compute on. The draft
+        # model is loaded by now, with as many threads as torch had.
         torch.set_num_threads(1)
     tiers = _tiers(settings, runner, model, name=name, dtype=held)
     config = SchedulerConfig(
@@ -128,15 +138,6 @@ def build_engine(
         max_waiting=settings.max_waiting,
         fairness=fairness(settings.fairness, num_blocks),
     )
-    forms = LiveForms(tokenizer)
-    speculator = None
-    if settings.speculation.method != "off":
-        drafters: list[Drafter] = [LookupDrafter()]
-        if draft is not None:
-            drafters.append(draft.load(tokenizer, model.config))
-        speculator = Speculator(
-            drafters, most_tokens=settings.speculation.draft_tokens, forms=forms
-        )
     step_budget = None if settings.target_itl_s is None else StepBudget(settings.target_itl_s)
     scheduler = Scheduler(
         config,

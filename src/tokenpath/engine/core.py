@@ -315,6 +315,7 @@ class EngineCore:
     def stats(self) -> ReplicaStats:
         """The engine's state and its running totals."""
         scheduler, grammars, speculator = self._scheduler, self.grammars, self.speculator
+        drafted, accepted = ([], []) if speculator is None else speculator.totals()
         stats = ReplicaStats(
             requests_running=scheduler.running,
             requests_waiting=scheduler.waiting,
@@ -326,8 +327,8 @@ class EngineCore:
             prompt_tokens_total=scheduler.prompt_tokens_total,
             cached_prompt_tokens_total=scheduler.cached_prompt_tokens_total,
             generated_tokens_total=self._generated_tokens_total,
-            drafted_tokens_total=[] if speculator is None else [*speculator.drafted_total],
-            accepted_tokens_total=[] if speculator is None else [*speculator.accepted_total],
+            drafted_tokens_total=drafted,
+            accepted_tokens_total=accepted,
             preemptions_total=scheduler.preemptions_total,
             steps_total=self._steps_total,
             step_seconds_total=self._step_seconds_total,

@@ -7,8 +7,9 @@ asyncio event loop only.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -77,7 +78,7 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     cached_prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
     drafted_tokens_total: list[int] = []
-    """Guessed and computed, by the place in the draft; the first is place 1."""
+    """Guessed and computed, by the place in the draft, up to the last one that ever was."""
     accepted_tokens_total: list[int] = []
     """Of them, those that the model then chose itself."""
     preemptions_total: int = 0
@@ -102,13 +103,20 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     def after(self, earlier: ReplicaStats) -> ReplicaStats:
         """These with totals increased by those of an engine that went before."""
-        sums = {name: getattr(self, name) + getattr(earlier, name) for name in _totals()}
+        sums = {name: _sum(getattr(self, name), getattr(earlier, name)) for name in _totals()}
         return msgspec.structs.replace(self, **sums)
 
 
 def _totals() -> list[str]:
     held = {"kv_blocks_total"}  # the size of the pool: nothing that grows
     return [n for n in ReplicaStats.__struct_fields__ if n.endswith("_total") and n not in held]
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Of two totals, which may have one figure for each place."""
+    if isinstance(one, list):
+        return [a + b for a, b in itertools.zip_longest(one, other, fillvalue=0)]
+    return one + other
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
