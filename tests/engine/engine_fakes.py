@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from tokenpath.engine.core import EngineCore
+from tokenpath.engine.handover.arrivals import Arrivals
+from tokenpath.engine.handover.giving import Giver
 from tokenpath.engine.kv_tiers.tiers import KvTiers
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
 from tokenpath.policy.sequence import StepPlan
@@ -207,7 +209,8 @@ def make_core(
     wrap: Callable[[FakeRunner], object] = lambda runner: runner,
     clock: Callable[[], float] | None = None,
     text: object | None = None,
-    make_tiers: Callable[[FakeCopier], KvTiers] | None = None,
+    make_tiers: Callable[[FakeCopier], KvTiers | Arrivals] | None = None,
+    make_giver: Callable[[FakeCopier], Giver] | None = None,
 ) -> EngineCore:
     runner = FakeRunner(num_blocks, block_tokens)
     tiers = None if make_tiers is None else make_tiers(FakeCopier(runner))
@@ -234,6 +237,7 @@ def make_core(
         card=card,
         eos_ids=(EOS,),
         tiers=tiers,
+        giver=None if make_giver is None else make_giver(FakeCopier(runner)),
         clock=clock or Clock(),
         seed_source=iter(range(1_000_000)).__next__,
     )

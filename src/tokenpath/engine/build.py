@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from tokenpath.config.launch import HandoverLaunch
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import default_threads
@@ -26,12 +27,15 @@ from tokenpath.models.detokenizer import IncrementalDetokenizer
 from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.tokenizer import Tokenizer
+from tokenpath.policy.handover import gives
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
 from tokenpath.protocol.errors import ModelError, SpecError
 from tokenpath.protocol.replica import ModelCard
 
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.vocabulary import Vocabulary
+    from tokenpath.engine.handover.arrivals import Arrivals
+    from tokenpath.engine.handover.giving import Giver
     from tokenpath.engine.kv_tiers.tiers import KvTiers
 
 Progress = Callable[[str, float], None]
@@ -51,11 +55,14 @@ def build_engine(
     progress: Progress | None = None,
     available_bytes: Callable[[], int] = memory.available_bytes,
     around: Around | None = None,
+    handover: HandoverLaunch | None = None,
+    handover_secret: str = "",
 ) -> EngineCore:
     """Load a model and put an engine around it; takes seconds.
 
     Sets torch's number of threads for the whole process: to one, where the native kernels have
-    threads of their own.
+    threads of their own. ``handover`` says what the replica hands over or is handed, and
+    ``handover_secret`` what others must know who order from it.
 
     Raises:
         ModelError: the weights alone do not fit in memory, or the model cannot be loaded (one of
@@ -106,6 +113,11 @@ def build_engine(
         # each call, on the CPUs that the native program's threads compute on.
         torch.set_num_threads(1)
     tiers = _tiers(settings, runner, model, name=name, dtype=held)
+    arrivals, giver = None, None
+    if handover is not None:
+        arrivals, giver = _handovers(
+            handover, handover_secret, settings, runner, model, tiers, name=name, dtype=held
+        )
     scheduler = Scheduler(
         SchedulerConfig(
             max_step_tokens=settings.max_step_tokens,
@@ -115,7 +127,7 @@ def build_engine(
             max_context_tokens=context,
             prefix_cache=settings.prefix_cache,
         ),
-        tiers=tiers,
+        tiers=arrivals or tiers,
         run=secrets.token_bytes(16),
     )
     card = ModelCard(
@@ -140,7 +152,8 @@ def build_engine(
         eos_ids=model.config.eos_ids,
         reducer=runner.reducer,
         grammars=_grammars(tokenizer, model.config, settings),
-        tiers=tiers,
+        tiers=arrivals or tiers,
+        giver=giver,
         resident_bytes=lambda: int(process.memory_info().rss),
     )
 
@@ -165,6 +178,44 @@ def _tiers(
         dtype=dtype,
         block_tokens=settings.block_tokens,
     )
+
+
+def _handovers(
+    launch: HandoverLaunch,
+    secret: str,
+    settings: EngineSettings,
+    runner: ModelRunner,
+    model: LocalModel,
+    tiers: KvTiers | None,
+    *,
+    name: str,
+    dtype: str,
+) -> tuple[Arrivals | None, Giver | None]:
+    """What a replica's role makes it take, or give."""
+    from tokenpath.engine.handover import build as ends  # noqa: PLC0415 - only if asked for
+
+    copier, size = runner.copier(), settings.block_tokens
+    fingerprint = ends.shared_fingerprint(model, copier, dtype=dtype)
+    arrivals, giver = None, None
+    if launch.role == "decode":
+        arrivals = ends.make_arrivals(
+            launch,
+            copier,
+            tiers,
+            fingerprint=fingerprint,
+            block_tokens=size,
+            step_bytes=settings.kv_tiers.step_bytes,
+        )
+    if gives(launch.role) and launch.listen:
+        giver = ends.make_giver(
+            launch,
+            copier,
+            fingerprint=fingerprint,
+            block_tokens=size,
+            model=name,
+            secret=secret,
+        )
+    return arrivals, giver
 
 
 def _grammars(

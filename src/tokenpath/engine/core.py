@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tokenpath.engine.grammar.compiler import GrammarCompiler
+from tokenpath.engine.handover.arrivals import Arrivals
 from tokenpath.engine.logprobs import TokenBytes
 from tokenpath.engine.output import Detokenizer, End, Output, OutputStream
 from tokenpath.engine.randomness import fresh_seed
@@ -59,6 +60,7 @@ from tokenpath.protocol.stages import Stage
 
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.state import CompiledGrammar, GrammarState
+    from tokenpath.engine.handover.giving import Giver, Outgoing
     from tokenpath.engine.kv_tiers.tiers import KvTiers
 
 TIERS_WAIT_S = 0.005
@@ -97,6 +99,8 @@ class _Live:
     stages: StageClock
     deadline: float
     """On the core's clock; infinite without a timeout."""
+    handover: Outgoing | None = None
+    """Where its blocks go, if another replica ordered them."""
 
 
 @dataclass(slots=True)
@@ -122,12 +126,15 @@ class EngineCore:
         eos_ids: Collection[int],
         reducer: Reducer = TORCH,
         grammars: GrammarCompiler | None = None,
-        tiers: KvTiers | None = None,
+        tiers: KvTiers | Arrivals | None = None,
+        giver: Giver | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed_source: Callable[[], int] = fresh_seed,
         resident_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """``reducer`` serves the sampler; ``tiers`` are those that the scheduler has.
+
+        ``giver`` takes orders for prompts of other replicas, once somebody starts it.
 
         ``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed.
         """
@@ -140,6 +147,8 @@ class EngineCore:
         self._eos_ids = frozenset(eos_ids)
         self._reducer = reducer
         self._tiers = tiers
+        self._arrivals = tiers if isinstance(tiers, Arrivals) else None
+        self.giver = giver
         self._clock = clock
         self._seed_source = seed_source
         self._resident_bytes = resident_bytes
@@ -217,10 +226,13 @@ class EngineCore:
             priority=request.priority,
             cache_key=(request.cache_salt, request.adapter or ""),
         )
+        handover = None if self.giver is None else self.giver.ordered(request.request_id)
         deadline = math.inf if request.timeout_s is None else arrived + request.timeout_s
         self._live[request.request_id] = _Live(
-            request, sequence, sampling, output, StageClock(arrived), deadline
+            request, sequence, sampling, output, StageClock(arrived), deadline, handover
         )
+        if self._arrivals is not None and request.prefill_at is not None:
+            self._arrivals.expect(request)
 
     def _begin_grammar(
         self, params: SamplingParams, compiled: CompiledGrammar | None
@@ -259,6 +271,7 @@ class EngineCore:
         plan = self._scheduler.plan()
         planned = self._clock()
         self._enter(plan.preempted, Stage.QUEUE, planned)
+        self._enter_transfer(planned)
         self._enter(plan.admitted, Stage.PREFILL, planned)
         if plan.chunks:
             events += self._complete(plan, self._compute(plan))
@@ -297,6 +310,8 @@ class EngineCore:
                 0.0 if grammars is None else grammars.compile_seconds_total
             ),
         )
+        if self.giver is not None:
+            stats = self.giver.report(stats)
         return stats if self._tiers is None else self._tiers.report(stats)
 
     def close(self, *, trusted: bool = True) -> None:
@@ -304,6 +319,8 @@ class EngineCore:
 
         Without ``trusted`` the pool is in doubt, and nothing of it is kept.
         """
+        if self.giver is not None:
+            self.giver.close()
         if self._tiers is not None:
             self._tiers.close(self._scheduler.pool.cached_contents() if trusted else ())
 
@@ -323,7 +340,7 @@ class EngineCore:
                 f"{request_id} has sampled, shown and scheduled different numbers of tokens"
             )
             waits = sequence.state is SequenceState.WAITING
-            assert (live.stages.stage is Stage.QUEUE) == waits, (
+            assert (live.stages.stage in {Stage.QUEUE, Stage.KV_TRANSFER}) == waits, (
                 f"{request_id} is timed as {live.stages.stage} but is {sequence.state.value}"
             )
 
@@ -339,6 +356,14 @@ class EngineCore:
     def _enter(self, sequences: Iterable[Sequence], stage: Stage, now: float) -> None:
         for sequence in sequences:
             self._live[sequence.request_id].stages.enter(stage, now)
+
+    def _enter_transfer(self, now: float) -> None:
+        if self._arrivals is None:
+            return
+        for request_id in self._arrivals.begun():
+            live = self._live.get(request_id)
+            if live is not None and live.stages.stage is Stage.QUEUE:
+                live.stages.enter(Stage.KV_TRANSFER, now)
 
     def _compute(self, plan: StepPlan) -> _Computed:
         """Run and sample a plan; if that raises, one chunk after the other."""
@@ -383,6 +408,10 @@ class EngineCore:
         committed = dataclasses.replace(plan, chunks=tuple(computed.chunks))
         tokens = {request_id: drawn.token_id for request_id, drawn in computed.sampled}
         self._scheduler.commit(committed, tokens)
+        for chunk in committed.chunks:
+            live = self._live[chunk.sequence.request_id]
+            if live.handover is not None:
+                live.handover.computed(chunk.sequence.blocks, chunk.sequence.computed)
         self._generated_tokens_total += len(tokens)
         now = self._clock()
         events: list[GenerationEvent] = [
@@ -414,6 +443,8 @@ class EngineCore:
         return _delta(request_id, output, finish)
 
     def _finish(self, live: _Live, end: End, now: float) -> Finish:
+        if live.handover is not None:
+            live.handover.ended("its prompt was not computed to the end")
         self._release(live)
         return Finish(
             reason=end.reason,
@@ -423,6 +454,8 @@ class EngineCore:
         )
 
     def _fail(self, live: _Live, error: TokenpathError, now: float) -> Failed:
+        if live.handover is not None:
+            live.handover.ended(error.message)
         self._release(live)
         return Failed(
             live.request.request_id,
@@ -434,6 +467,8 @@ class EngineCore:
     def _release(self, live: _Live) -> None:
         request_id = live.request.request_id
         self._scheduler.finish(request_id)
+        if self._arrivals is not None:
+            self._arrivals.forget(request_id)
         del self._live[request_id]
 
 

@@ -175,6 +175,8 @@ class EngineServer:
     async def drain(self, grace_s: float) -> int:
         """Refuse new requests, let the running ones finish, abort the rest; how many those were."""
         self._draining = True
+        if self._worker.giver is not None:
+            self._worker.giver.refuse()
         if await self._idle_within(grace_s):
             return 0
         aborted = len(self._live)
@@ -211,6 +213,8 @@ class EngineServer:
         self._announce(Progress(what, fraction))
 
     def loaded(self, card: ModelCard) -> None:
+        if self._worker.giver is not None:
+            self._worker.giver.start(_Desk(self._worker))
         self._announce(Ready(card))
 
     def load_failed(self, error: TokenpathError) -> None:
@@ -447,6 +451,19 @@ class _ToLoop:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop has closed: the process is ending, nobody listens
             log.debug("dropped a report of the engine after the end")
+
+
+class _Desk:
+    """Where orders for handovers are queued. Their events are nobody's here, and dropped."""
+
+    def __init__(self, worker: work.Worker) -> None:
+        self._worker = worker
+
+    def submit(self, request: GenerationRequest) -> bool:
+        return self._worker.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        self._worker.inbox.put(work.Abort(request_id))
 
 
 def _internal_id(connection: Connection, request_id: str) -> str:

@@ -31,6 +31,7 @@ from tokenpath.protocol.request import GenerationRequest
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.compiler import GrammarCompiler
     from tokenpath.engine.grammar.state import CompiledGrammar
+    from tokenpath.engine.handover.giving import Giver
 
 STATS_INTERVAL_S: Final = 0.5
 """While working, stats are published at least this often."""
@@ -54,6 +55,11 @@ class Core(Protocol):
     @property
     def grammars(self) -> GrammarCompiler | None:
         """Compiles what ``submit`` is given; may be used from any thread."""
+        ...
+
+    @property
+    def giver(self) -> Giver | None:
+        """Takes orders of other replicas for prompts, once the server starts it."""
         ...
 
     def submit(self, request: Request, *, arrived: float, grammar: CompiledGrammar | None) -> None:
@@ -190,6 +196,8 @@ class Worker:
         self.inbox = Inbox()
         self.grammars: GrammarCompiler | None = None
         """The core's, once it is loaded."""
+        self.giver: Giver | None = None
+        """The core's, too."""
         self._load = load
         self._outlet = outlet
         self._clock = clock
@@ -236,7 +244,7 @@ class Worker:
     def _loaded_core(self) -> Core | None:
         try:
             core = self._load(self._outlet.progress)
-            card, self.grammars = core.card, core.grammars
+            card, self.grammars, self.giver = core.card, core.grammars, core.giver
         except TokenpathError as error:
             self._outlet.load_failed(error)
         except MemoryError:
@@ -283,6 +291,8 @@ class Worker:
                 case Submit(request, arrived):
                     error = self._submit(core, command)
                     if error is not None:
+                        if core.giver is not None:
+                            core.giver.failed(request.request_id, error.message)
                         stages = EngineStages(queue_s=self._clock() - arrived)
                         events.append(Failed(request.request_id, error.info(), stages))
                 case Abort(request_id):
