@@ -13,24 +13,22 @@ import contextlib
 import logging
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
 
-from tokenpath.cli import banner, listening
+from tokenpath.cli import banner, listening, places
 from tokenpath.cli.banner import Say
 from tokenpath.cli.deployment import ReadyModel
 from tokenpath.cli.errors import INTERRUPTED
 from tokenpath.config.spec import Spec
-from tokenpath.fleet.local import LocalFleet, LocalReplica, ReplicaPlan
+from tokenpath.fleet.local import LocalFleet, LocalReplica
 from tokenpath.gateway.app import App, create_app
 from tokenpath.gateway.auth import Authenticator
 from tokenpath.observe.metrics import Metrics
-from tokenpath.policy.cpu_shares import Division, Share
+from tokenpath.policy.cpu_shares import Division
 from tokenpath.router.router import Router
-from tokenpath.router.served import ServedModel
 
 KEEP_ALIVE_S = 75
 """Longer than clients and proxies keep an idle connection, so that it is they who close it and no
@@ -75,6 +73,7 @@ class Server:
     ) -> None:
         self._spec = spec
         self._models = models
+        self._places = places.places(models)
         self._division = division
         self._bound = bound
         self._authenticator = authenticator
@@ -88,12 +87,12 @@ class Server:
         Raises the error of an engine that cannot load its model.
         """
         asked = _on_signals()
-        shares = self._division.shares
-        plans = [_replica_plan(*each) for each in zip(self._models, shares, strict=True)]
+        shares = zip(self._places, self._division.shares, strict=True)
+        plans = [places.replica_plan(place, share) for place, share in shares]
         fleet = LocalFleet(plans, on_progress=self._progressed)
         app = create_app(
             spec=self._spec,
-            router=Router(_served(self._models, fleet.replicas)),
+            router=Router(places.served(self._models, _by_id(fleet.replicas))),
             authenticator=self._authenticator,
             metrics=self._metrics(),
         )
@@ -163,7 +162,8 @@ class Server:
     def _metrics(self) -> Metrics:
         metrics = Metrics()
         threads = {
-            m.name: s.threads for m, s in zip(self._models, self._division.shares, strict=True)
+            place.replica_id: share.threads
+            for place, share in zip(self._places, self._division.shares, strict=True)
         }
         metrics.cpus_divided(self._division.capacity, threads)
         return metrics
@@ -208,38 +208,8 @@ def _on_signals() -> asyncio.Event:
     return asked
 
 
-def replica_id(model: ReadyModel) -> str:
-    """Of a model's one replica."""
-    return f"{model.name}-0"
-
-
-def _replica_plan(model: ReadyModel, share: Share) -> ReplicaPlan:
-    return ReplicaPlan(
-        replica_id=replica_id(model),
-        name=model.name,
-        model=model.local.path,
-        engine=model.spec.engine.model_copy(update={"threads": share.threads}),
-        cpus=share.cpus,
-    )
-
-
-def _served(models: Sequence[ReadyModel], replicas: Sequence[LocalReplica]) -> list[ServedModel]:
-    """Each model with its one replica."""
-    created = int(time.time())
-    return [
-        ServedModel(
-            name=model.name,
-            created=created,
-            tokenizer=model.tokenizer,
-            template=model.template,
-            dialect=model.dialect,
-            replicas=[replica],
-            max_running=model.spec.engine.max_running,
-            task=model.task,
-            inputs=model.inputs,
-        )
-        for model, replica in zip(models, replicas, strict=True)
-    ]
+def _by_id(replicas: Sequence[LocalReplica]) -> dict[str, LocalReplica]:
+    return {replica.replica_id: replica for replica in replicas}
 
 
 def _http_config(app: App) -> uvicorn.Config:

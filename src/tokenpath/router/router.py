@@ -9,21 +9,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenpath.policy.admission import Load, QueueLimits, admit
+from tokenpath.policy.handover import least_busy
 from tokenpath.protocol.errors import ModelNotFoundError, OverloadedError
+from tokenpath.protocol.handover import PrefillPeer
 from tokenpath.protocol.replica import Replica, ReplicaState, ReplicaStats
-from tokenpath.router.served import ServedModel
+from tokenpath.router.served import Prefiller, ServedModel
 
 
 class Lease:
     """A call's places on a replica, counted from ``Router.reserve`` until each is given back."""
 
-    def __init__(self, post: Post, sequences: int) -> None:
+    def __init__(self, post: Post, sequences: int, errand: Errand | None = None) -> None:
         self._post = post
         self._sequences = sequences
+        self._errand = errand
 
     @property
     def replica(self) -> Replica:
         return self._post.replica
+
+    @property
+    def prefill_at(self) -> PrefillPeer | None:
+        """Who may compute the call's long prompts for the replica; None: it does so itself."""
+        return None if self._errand is None else self._errand.peer
+
+    def prefilled(self) -> None:
+        """The first token has come, so that nobody prefills for the call any more."""
+        if self._errand is not None:
+            self._errand.done()
 
     def ended(self) -> None:
         """One of the sequences has ended."""
@@ -35,6 +48,45 @@ class Lease:
         """All of them have. Releasing again changes nothing."""
         self._post.in_flight -= self._sequences
         self._sequences = 0
+        self.prefilled()
+
+
+class Errands:
+    """A model's prefilling replicas, and the prompt tokens that this gateway has each compute."""
+
+    def __init__(self, prefillers: Sequence[Prefiller]) -> None:
+        self._prefillers = prefillers
+        self.tokens = [0] * len(prefillers)
+
+    def send(self, prompt_tokens: int) -> Errand | None:
+        """Choose one for so many tokens; None if none takes orders now."""
+        peers = [prefiller.prefills_at for prefiller in self._prefillers]
+        place = least_busy(
+            [
+                None if peer is None else tokens
+                for peer, tokens in zip(peers, self.tokens, strict=True)
+            ]
+        )
+        peer = None if place is None else peers[place]
+        if place is None or peer is None:
+            return None
+        self.tokens[place] += prompt_tokens
+        return Errand(self, place, prompt_tokens, peer)
+
+
+class Errand:
+    """A call's prompts at one prefilling replica, counted until they are computed."""
+
+    def __init__(self, errands: Errands, place: int, prompt_tokens: int, peer: PrefillPeer) -> None:
+        self.peer = peer
+        self._errands = errands
+        self._place = place
+        self._left = prompt_tokens
+
+    def done(self) -> None:
+        """They are. Calling it again changes nothing."""
+        self._errands.tokens[self._place] -= self._left
+        self._left = 0
 
 
 class Post:
@@ -65,11 +117,11 @@ class Post:
             unreported_tokens=self._unreported_tokens if self.in_flight else 0,
         )
 
-    def take(self, sequences: int, prompt_tokens: int) -> Lease:
+    def take(self, sequences: int, prompt_tokens: int, errand: Errand | None = None) -> Lease:
         self.in_flight += sequences
         self._unreported += sequences
         self._unreported_tokens += prompt_tokens
-        return Lease(self, sequences)
+        return Lease(self, sequences, errand)
 
 
 class Router:
@@ -82,6 +134,7 @@ class Router:
             model.name: [Post(replica, model.max_running) for replica in model.replicas]
             for model in self.models
         }
+        self._errands = {model.name: Errands(model.handovers.prefillers) for model in self.models}
 
     def model(self, name: str) -> ServedModel:
         """The model that clients call ``name``. Raises ``ModelNotFoundError``."""
@@ -99,9 +152,17 @@ class Router:
         return self._least_loaded(model).replica
 
     def reserve(
-        self, model: ServedModel, limits: QueueLimits, *, sequences: int, prompt_tokens: int
+        self,
+        model: ServedModel,
+        limits: QueueLimits,
+        *,
+        sequences: int,
+        prompt_tokens: int,
+        prompts: Sequence[int] = (),
     ) -> Lease:
         """Choose a replica and take places on it for one call, in one step.
+
+        ``prompts`` are the lengths of those that another replica could compute.
 
         Raises ``OverloadedError`` (with Retry-After) if the least loaded replica's queue has no
         room, and as ``ServedModel.unready`` if no replica is ready.
@@ -110,7 +171,16 @@ class Router:
         refusal = admit(post.load(), limits, sequences=sequences, prompt_tokens=prompt_tokens)
         if refusal is not None:
             raise OverloadedError(refusal.reason, retry_after_s=refusal.retry_after_s)
-        return post.take(sequences, prompt_tokens)
+        return post.take(sequences, prompt_tokens, self._errand(model, post.replica, prompts))
+
+    def _errand(
+        self, model: ServedModel, replica: Replica, prompts: Sequence[int]
+    ) -> Errand | None:
+        handovers = model.handovers
+        long = sum(tokens for tokens in prompts if tokens > handovers.min_prompt_tokens)
+        if not long or replica.replica_id not in handovers.takers:
+            return None
+        return self._errands[model.name].send(long)
 
     def in_flight(self, model: ServedModel) -> int:
         """Sequences that this gateway has on the model's replicas now."""
