@@ -5,6 +5,7 @@ BIN := .venv/bin
 MODEL ?=
 SPEC ?=
 ARGS ?=
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test check format soak arm bench-load bench-peers bench-peers-http docs clean
@@ -25,7 +26,7 @@ serve: .venv/.complete ## Serve a real model: MODEL=gemma-3-270m SPEC=file.yaml 
 test: .venv/.complete check ## Everything that must hold before a commit
 	@$(BIN)/tokenpath models pull gemma-3-270m
 	@$(BIN)/tokenpath models pull all-minilm-l6-v2
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 check: .venv/.complete ## Lint, types and the rooms' import contracts
 	$(BIN)/ruff check .

@@ -18,6 +18,21 @@ settings.register_profile("soak", settings.get_profile("default"), max_examples=
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_configure() -> None:
+    """Give each of pytest-xdist's workers CPUs of its own.
+
+    An engine's threads wait for each other after every operation, so those of two engines on the
+    same CPUs would keep each other from working.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        return
+    number, workers = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    own = sorted(os.sched_getaffinity(0))[number::workers]
+    if own:
+        os.sched_setaffinity(0, own)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory) -> Iterator[None]:
     """Packed weights of the tests' models must not push out those of the user's."""

@@ -53,7 +53,9 @@ def ensure(rival_name: str) -> None:
         _run([sys.executable, "-m", "venv", str(folder)], out.name, rival)
         _run([*pip, "install", "--quiet", "--upgrade", _PIP], out.name, rival)
         _refuse_cuda(pip, rival)
-        _run([*pip, "install", *rival.packages], out.name, rival)
+        # What pip once compiled with other settings must not be taken out of its cache.
+        fresh = ["--no-cache-dir"] if rival.build else []
+        _run([*pip, "install", *fresh, *rival.packages], out.name, rival)
         if rival.unwanted:
             _run([*pip, "uninstall", "--yes", *rival.unwanted], out.name, rival)
         if rival.program:
@@ -63,6 +65,7 @@ def ensure(rival_name: str) -> None:
 
 def _description(rival: Rival) -> str:
     lines = [*rival.packages, *(f"without {name}" for name in rival.unwanted)]
+    lines += [f"{name}={value}" for name, value in rival.build.items()]
     if rival.program:
         lines += [f"compiled {rival.program.target} of {rival.program.source}"]
         lines += rival.program.options

@@ -6,6 +6,7 @@ is a row of ``RIVALS`` and a driver.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -93,18 +94,23 @@ class Contender:
         return self.rival == OURS
 
 
+_NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" if platform.machine() == "x86_64" else ""
+"""Without AMX: compiled by GCC, its code for it crashes (issues 20824 and 26954 of llama.cpp)."""
+_LLAMA_CPP_FLAGS = {"CFLAGS": _NO_AMX, "CXXFLAGS": _NO_AMX}
+
 RIVALS = {
     rival.name: rival
     for rival in (
         Rival(
             name="llama.cpp",
             packages=("llama-cpp-python==0.3.36",),
-            build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+            build={"CMAKE_ARGS": "-DGGML_NATIVE=ON", **_LLAMA_CPP_FLAGS},
             needs="a C++ compiler; builds for 6 minutes on 2 idle cores",
         ),
         Rival(
             name="llama-server",
             packages=("cmake==4.4.4", "ninja==1.13.2"),
+            build=_LLAMA_CPP_FLAGS,
             program=Program(
                 source="llama-cpp-python==0.3.36",
                 folder="vendor/llama.cpp",
