@@ -63,7 +63,9 @@ def test_answers_are_those_of_an_undivided_server(divided, gemma_spec, tmp_path)
     ]
     before = divided.metric("tokenpath_handovers_total")
     ours = [answer(ask(divided, prompt, **options)) for prompt, options in calls]
-    assert divided.metric("tokenpath_handovers_total") == before + 2  # the second begins as the first
+    assert (
+        divided.metric("tokenpath_handovers_total") == before + 2
+    )  # the second begins as the first
     assert divided.metric("tokenpath_handover_blocks_received_total") > 60
     with serving(tmp_path / "home", spec) as undivided:
         theirs = [answer(ask(undivided, prompt, **options)) for prompt, options in calls]

@@ -271,7 +271,7 @@ class EngineCore:
         plan = self._scheduler.plan()
         planned = self._clock()
         self._enter(plan.preempted, Stage.QUEUE, planned)
-        self._enter_transfer(planned)
+        self._enter_transfer()
         self._enter(plan.admitted, Stage.PREFILL, planned)
         if plan.chunks:
             events += self._complete(plan, self._compute(plan))
@@ -357,13 +357,13 @@ class EngineCore:
         for sequence in sequences:
             self._live[sequence.request_id].stages.enter(stage, now)
 
-    def _enter_transfer(self, now: float) -> None:
+    def _enter_transfer(self) -> None:
         if self._arrivals is None:
             return
-        for request_id in self._arrivals.begun():
+        for request_id, since in self._arrivals.begun():
             live = self._live.get(request_id)
             if live is not None and live.stages.stage is Stage.QUEUE:
-                live.stages.enter(Stage.KV_TRANSFER, now)
+                live.stages.enter(Stage.KV_TRANSFER, since)
 
     def _compute(self, plan: StepPlan) -> _Computed:
         """Run and sample a plan; if that raises, one chunk after the other."""

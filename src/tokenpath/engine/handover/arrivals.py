@@ -122,7 +122,7 @@ class Arrivals:
         self._offered: tuple[_Expected, int] | None = None
         """What ``find`` has just offered to get from another replica: for whom, from which block.
         The scheduler calls ``bring`` next, if it wants it."""
-        self._begun: list[str] = []
+        self._begun: list[tuple[str, float]] = []
         self._unreachable: dict[str, float] = {}
         self._pinned: set[bytes] = set()
         self._rate = Rate()
@@ -152,8 +152,8 @@ class Arrivals:
                 if not incoming.requests:
                     self._drop(incoming)
 
-    def begun(self) -> list[str]:
-        """Requests that wait for a handover since this was last asked."""
+    def begun(self) -> list[tuple[str, float]]:
+        """Requests that began to wait for a handover since this was last asked, and when."""
         begun, self._begun = self._begun, []
         return begun
 
@@ -258,7 +258,7 @@ class Arrivals:
                 needs.append((ordered, len(ordered.fetch.names) - 1))
         if expected is not None and needs:
             expected.asked = True
-            self._begun.append(expected.request.request_id)
+            self._begun.append((expected.request.request_id, self._clock()))
             for incoming, _ in needs:
                 incoming.requests.add(expected.request.request_id)
         return self._waiting(others, needs)
