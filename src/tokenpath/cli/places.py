@@ -38,6 +38,12 @@ def places(models: Sequence[ReadyModel]) -> list[Place]:
     ]
 
 
+def only_place(model: ReadyModel, replica_id: str) -> Place:
+    """That of a model with one replica, under an id that may not be the first's."""
+    (settings,) = model.spec.replicas
+    return Place(replica_id, model, settings)
+
+
 def replica_plan(place: Place, share: Share) -> ReplicaPlan:
     """What the fleet is to start. Raises ``SpecError`` for a secret that cannot be read."""
     model, role = place.model, place.settings.role
@@ -56,27 +62,31 @@ def replica_plan(place: Place, share: Share) -> ReplicaPlan:
         replica_id=place.replica_id,
         name=model.name,
         model=model.local.path,
-        engine=model.spec.engine.model_copy(update={"threads": share.threads}),
+        engine=model.spec.engine.model_copy(update={"threads": share.threads, **_rest(place)}),
         cpus=share.cpus,
         handover=handover,
         handover_secret=secret,
     )
 
 
+def _rest(place: Place) -> dict[str, object]:
+    """One that takes orders of others does not fall asleep by itself: orders are no requests."""
+    waits_for_orders = place.model.spec.hands_over and gives(place.settings.role)
+    return {"sleep_after_s": None} if waits_for_orders else {}
+
+
 def served(
     models: Sequence[ReadyModel], its_replicas: Mapping[str, LocalReplica]
 ) -> list[ServedModel]:
     """Each model with its replicas, which are named by ``places``. Raises ``SpecError``."""
-    created = int(time.time())
     return [
-        _served(model, [(p, its_replicas[p.replica_id]) for p in places([model])], created)
+        served_by(model, [(p, its_replicas[p.replica_id]) for p in places([model])])
         for model in models
     ]
 
 
-def _served(
-    model: ReadyModel, replicas: Sequence[tuple[Place, LocalReplica]], created: int
-) -> ServedModel:
+def served_by(model: ReadyModel, replicas: Sequence[tuple[Place, LocalReplica]]) -> ServedModel:
+    """One model with its replicas, as the router knows them. Raises ``SpecError``."""
     handover = model.spec.disaggregation
     prefillers: list[Prefiller] = [
         replica for place, replica in replicas if place.settings.role == "prefill"
@@ -86,7 +96,7 @@ def _served(
     prefillers += [RemotePrefiller(PrefillPeer(peer, _secret(handover))) for peer in handover.peers]
     return ServedModel(
         name=model.name,
-        created=created,
+        created=int(time.time()),
         tokenizer=model.tokenizer,
         template=model.template,
         dialect=model.dialect,
@@ -102,6 +112,7 @@ def _served(
         max_running=model.spec.engine.max_running,
         task=model.task,
         inputs=model.inputs,
+        wakes=model.spec.engine.when_asleep == "wake",
     )
 
 

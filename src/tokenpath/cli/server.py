@@ -22,6 +22,7 @@ from tokenpath.cli import banner, listening, places
 from tokenpath.cli.banner import Say
 from tokenpath.cli.deployment import ReadyModel
 from tokenpath.cli.errors import INTERRUPTED
+from tokenpath.cli.operator import Operator
 from tokenpath.config.spec import Spec
 from tokenpath.fleet.local import LocalFleet, LocalReplica
 from tokenpath.gateway.app import App, create_app
@@ -66,15 +67,18 @@ class Server:
         spec: Spec,
         models: Sequence[ReadyModel],
         division: Division,
+        prepare: Callable[[str], ReadyModel],
         bound: socket.socket,
         authenticator: Authenticator,
         door: Callable[[], Door],
         say: Say,
     ) -> None:
+        """``prepare`` opens a model by its name, as spec and disk have it when it is called."""
         self._spec = spec
         self._models = models
         self._places = places.places(models)
         self._division = division
+        self._prepare = prepare
         self._bound = bound
         self._authenticator = authenticator
         self._door = door
@@ -87,14 +91,19 @@ class Server:
         Raises the error of an engine that cannot load its model.
         """
         asked = _on_signals()
-        shares = zip(self._places, self._division.shares, strict=True)
-        plans = [places.replica_plan(place, share) for place, share in shares]
-        fleet = LocalFleet(plans, on_progress=self._progressed)
+        plans = [
+            places.replica_plan(place, share)
+            for place, share in zip(self._places, self._division.shares, strict=True)
+        ]
+        metrics = self._metrics()
+        fleet = LocalFleet(plans, on_progress=self._progressed, on_happening=metrics.replica_event)
+        router = Router(places.served(self._models, _by_id(fleet.replicas)))
         app = create_app(
             spec=self._spec,
-            router=Router(places.served(self._models, _by_id(fleet.replicas))),
+            router=router,
             authenticator=self._authenticator,
-            metrics=self._metrics(),
+            metrics=metrics,
+            operator=self._operator(fleet, router, metrics),
         )
         http = _QuietServer(_http_config(app))
         listening.listen(self._bound)
@@ -151,6 +160,26 @@ class Server:
                 kind = model.task
             line = banner.curl_line(url, model.name, kind, key_needed=door.key_needed)
             self._say(f"  {line}")
+
+    def _operator(self, fleet: LocalFleet, router: Router, metrics: Metrics) -> Operator:
+        # A new version computes where the old one did: CPUs are divided once, at the start.
+        shares = {
+            place.model.name: share
+            for place, share in zip(self._places, self._division.shares, strict=True)
+        }
+        return Operator(
+            fleet=fleet,
+            router=router,
+            metrics=metrics,
+            prepare=self._prepare,
+            plan=lambda model, replica_id: places.replica_plan(
+                places.only_place(model, replica_id), shares[model.name]
+            ),
+            serve=lambda model, replica: places.served_by(
+                model, [(places.only_place(model, replica.replica_id), replica)]
+            ),
+            request_s=self._spec.gateway.limits.request_s,
+        )
 
     def _progressed(self, replica_id: str, what: str, fraction: float) -> None:
         """One line for each part of the loading, not for each step of it."""

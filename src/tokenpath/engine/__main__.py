@@ -22,6 +22,7 @@ import pydantic
 import uvloop
 
 from tokenpath.config.launch import (
+    EXIT_OK,
     HANDOVER_SECRET_VARIABLE,
     LINK_TOKEN_VARIABLE,
     EngineLaunch,
@@ -29,7 +30,7 @@ from tokenpath.config.launch import (
     parse_address,
 )
 from tokenpath.engine.cpus import stay_on
-from tokenpath.engine.server import EXIT_OK, EngineServer
+from tokenpath.engine.server import EngineServer
 from tokenpath.engine.worker import Core, Load, Progress
 from tokenpath.protocol.errors import SpecError, TokenpathError
 
@@ -91,10 +92,13 @@ def native(launch: EngineLaunch, *, handover_secret: str = "") -> Load:
                 launch.engine,
                 name=launch.name,
                 progress=progress,
+                warm=launch.engine.warm_up,
                 handover=launch.handover,
                 handover_secret=handover_secret,
             )
-        return build_pooling_engine(model, launch.engine, name=launch.name, progress=progress)
+        return build_pooling_engine(
+            model, launch.engine, name=launch.name, progress=progress, warm=launch.engine.warm_up
+        )
 
     return load
 
@@ -116,7 +120,7 @@ def run(launch: EngineLaunch, token: str, load: Load) -> int:
             log.warning("the link on %s is not encrypted: prompts can be read on the way", address)
 
     async def serve() -> int:
-        server = EngineServer(load, token=token)
+        server = EngineServer(load, token=token, settings=launch.engine)
         _drain_on_sigterm(server, launch.drain_grace_s)
         if launch.parent_pid is not None:
             _end_with_parent(server, launch.parent_pid)

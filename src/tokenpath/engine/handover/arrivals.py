@@ -185,12 +185,12 @@ class Arrivals:
             handover_seconds_total=self._seconds,
         )
 
-    def close(self, kept: Iterable[tuple[BlockName, int]] = ()) -> None:
+    def close(self, kept: Iterable[tuple[BlockName, int]] = (), *, keep: bool = True) -> None:
         """Withdraw every order, and close the tiers behind."""
         for incoming in list(self._incoming):
             self._drop(incoming)
         if self._inner is not None:
-            self._inner.close(kept)
+            self._inner.close(kept, keep=keep)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant."""
