@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from tokenpath.engine.core import EngineCore
+from tokenpath.engine.handover.arrivals import Arrivals
+from tokenpath.engine.handover.giving import Giver
 from tokenpath.engine.kv_tiers.tiers import KvTiers
 from tokenpath.policy.fairness import Fairness
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
@@ -256,7 +258,8 @@ def make_core(
     wrap: Callable[[FakeRunner], object] = lambda runner: runner,
     clock: Callable[[], float] | None = None,
     text: object | None = None,
-    make_tiers: Callable[[FakeCopier], KvTiers] | None = None,
+    make_tiers: Callable[[FakeCopier], KvTiers | Arrivals] | None = None,
+    make_giver: Callable[[FakeCopier], Giver] | None = None,
     speculator: object | None = None,
     target_s: float | None = None,
     max_session_s: float | None = None,
@@ -291,6 +294,7 @@ def make_core(
         card=card,
         eos_ids=(EOS,),
         tiers=tiers,
+        giver=None if make_giver is None else make_giver(FakeCopier(runner)),
         speculator=speculator,
         step_budget=step_budget,
         max_session_s=max_session_s,

@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tokenpath.config.replicas import Disaggregation, ReplicaSettings
+from tokenpath.policy.handover import gives, without_partner
+
 ToolParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "gemma", "template"]
 ReasoningParser = Literal["auto", "none", "think", "mistral"]
 
@@ -284,6 +287,44 @@ class Model(_Strict):
     """How the model marks its reasoning, which is then sent as ``reasoning_content``: ``<think>``
     or ``[THINK]``. ``auto``: by the chat template. ``none``: it stays in the text."""
     engine: EngineSettings = EngineSettings()
+    replicas: Annotated[list[ReplicaSettings], Field(min_length=1, max_length=64)] = [
+        ReplicaSettings()
+    ]
+    """The processes that serve the model on this machine. One by default: it uses all cores."""
+    disaggregation: Disaggregation = Disaggregation()
+
+    @model_validator(mode="after")
+    def _roles_have_partners(self) -> Model:
+        roles = [replica.role for replica in self.replicas]
+        handover = self.disaggregation
+        reason = without_partner(
+            roles, peers=bool(handover.peers), listens=handover.listen is not None
+        )
+        if reason is not None:
+            raise ValueError(reason)
+        if handover.listen is not None and sum(map(gives, roles)) > 1:
+            raise ValueError(
+                "disaggregation.listen is one port, but several replicas of this model prefill; "
+                "give the model one of role 'prefill' or 'both'"
+            )
+        if self.hands_over and not self.engine.prefix_cache:
+            raise ValueError(
+                "what is handed over joins the prefix cache, but engine.prefix_cache is off; turn "
+                "it on or leave the roles out"
+            )
+        if self.hands_over and self.engine.task not in {"auto", "generate"}:
+            raise ValueError(
+                f"roles are for models that generate, and engine.task is {self.engine.task!r}; "
+                "leave the roles out"
+            )
+        return self
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether any replica takes part in handovers."""
+        return self.disaggregation.listen is not None or any(
+            replica.role != "both" for replica in self.replicas
+        )
 
     @field_validator("name")
     @classmethod

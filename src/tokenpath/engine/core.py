@@ -28,6 +28,7 @@ import torch
 
 from tokenpath.engine.grammar.compiler import GrammarCompiler
 from tokenpath.engine.grammar.forms import LiveForms
+from tokenpath.engine.handover.arrivals import Arrivals
 from tokenpath.engine.logprobs import TokenBytes
 from tokenpath.engine.output import Detokenizer, End, Output, OutputStream
 from tokenpath.engine.randomness import fresh_seed
@@ -64,6 +65,7 @@ from tokenpath.protocol.stages import Stage
 
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.state import CompiledGrammar, GrammarState
+    from tokenpath.engine.handover.giving import Giver, Outgoing
     from tokenpath.engine.kv_tiers.tiers import KvTiers
 
 TIERS_WAIT_S = 0.005
@@ -104,6 +106,8 @@ class _Live:
     """On the core's clock; infinite without a timeout."""
     allowed_s: float
     """From its arrival to the deadline."""
+    handover: Outgoing | None = None
+    """Where its blocks go, if another replica ordered them."""
 
 
 @dataclass(slots=True)
@@ -130,7 +134,8 @@ class EngineCore:
         eos_ids: Collection[int],
         reducer: Reducer = TORCH,
         grammars: GrammarCompiler | None = None,
-        tiers: KvTiers | None = None,
+        tiers: KvTiers | Arrivals | None = None,
+        giver: Giver | None = None,
         speculator: Speculator | None = None,
         forms: LiveForms | None = None,
         step_budget: StepBudget | None = None,
@@ -142,6 +147,7 @@ class EngineCore:
         """``tiers``, ``speculator`` and ``step_budget`` are the scheduler's.
 
         ``reducer`` serves the sampler; ``forms`` is the speculator's and learns of live grammars.
+        ``giver`` takes orders for prompts of other replicas, once somebody starts it.
         ``max_session_s`` bounds every request's life, whatever its own timeout.
         ``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed.
         """
@@ -154,6 +160,8 @@ class EngineCore:
         self._eos_ids = frozenset(eos_ids)
         self._reducer = reducer
         self._tiers = tiers
+        self._arrivals = tiers if isinstance(tiers, Arrivals) else None
+        self.giver = giver
         self.speculator = speculator
         """The scheduler's, if it speculates."""
         self._forms = forms
@@ -240,6 +248,7 @@ class EngineCore:
             tenant=request.tenant,
             now=arrived,
         )
+        handover = None if self.giver is None else self.giver.ordered(request.request_id)
         if self._forms is not None and sampling.grammar is not None:
             self._forms.begin(request.request_id, sampling.grammar)
         allowed_s = min(request.timeout_s or math.inf, self._max_session_s)
@@ -251,7 +260,10 @@ class EngineCore:
             StageClock(arrived),
             deadline=arrived + allowed_s,
             allowed_s=allowed_s,
+            handover=handover,
         )
+        if self._arrivals is not None and request.prefill_at is not None:
+            self._arrivals.expect(request)
 
     def _begin_grammar(
         self, params: SamplingParams, compiled: CompiledGrammar | None
@@ -290,6 +302,7 @@ class EngineCore:
         plan = self._scheduler.plan(started)
         planned = self._clock()
         self._enter(plan.preempted, Stage.QUEUE, planned)
+        self._enter_transfer()
         self._enter(plan.admitted, Stage.PREFILL, planned)
         if plan.chunks:
             computed = self._compute(plan)
@@ -345,6 +358,8 @@ class EngineCore:
                 0.0 if grammars is None else grammars.compile_seconds_total
             ),
         )
+        if self.giver is not None:
+            stats = self.giver.report(stats)
         return stats if self._tiers is None else self._tiers.report(stats)
 
     def close(self, *, trusted: bool = True, keep_kv: bool = True) -> None:
@@ -353,6 +368,8 @@ class EngineCore:
         Without ``trusted`` the pool is in doubt, and nothing of it is kept; without ``keep_kv``
         nothing at all.
         """
+        if self.giver is not None:
+            self.giver.close()
         if self._tiers is not None:
             kept = self._scheduler.pool.cached_contents() if trusted and keep_kv else ()
             self._tiers.close(kept, keep=keep_kv)
@@ -373,7 +390,7 @@ class EngineCore:
                 f"{request_id} has sampled, shown and scheduled different numbers of tokens"
             )
             waits = sequence.state is SequenceState.WAITING
-            assert (live.stages.stage is Stage.QUEUE) == waits, (
+            assert (live.stages.stage in {Stage.QUEUE, Stage.KV_TRANSFER}) == waits, (
                 f"{request_id} is timed as {live.stages.stage} but is {sequence.state.value}"
             )
 
@@ -405,6 +422,14 @@ class EngineCore:
     def _enter(self, sequences: Iterable[Sequence], stage: Stage, now: float) -> None:
         for sequence in sequences:
             self._live[sequence.request_id].stages.enter(stage, now)
+
+    def _enter_transfer(self) -> None:
+        if self._arrivals is None:
+            return
+        for request_id, since in self._arrivals.begun():
+            live = self._live.get(request_id)
+            if live is not None and live.stages.stage is Stage.QUEUE:
+                live.stages.enter(Stage.KV_TRANSFER, since)
 
     def _compute(self, plan: StepPlan) -> _Computed:
         """Run and sample a plan; if that raises, one chunk after the other."""
@@ -455,6 +480,10 @@ class EngineCore:
         committed = dataclasses.replace(plan, chunks=tuple(computed.chunks))
         tokens = {name: [one.token_id for one in drawn] for name, drawn in computed.sampled}
         self._scheduler.commit(committed, tokens)
+        for chunk in committed.chunks:
+            live = self._live[chunk.sequence.request_id]
+            if live.handover is not None:
+                live.handover.computed(chunk.sequence.blocks, chunk.sequence.computed)
         if self.speculator is not None:
             for chunk in computed.chunks:
                 name = chunk.sequence.request_id
@@ -499,6 +528,8 @@ class EngineCore:
         return live.output.push(drawn.token_id, drawn.scores, last=last)
 
     def _finish(self, live: _Live, end: End, now: float) -> Finish:
+        if live.handover is not None:
+            live.handover.ended("its prompt was not computed to the end")
         self._release(live)
         return Finish(
             reason=end.reason,
@@ -508,6 +539,8 @@ class EngineCore:
         )
 
     def _fail(self, live: _Live, error: TokenpathError, now: float) -> Failed:
+        if live.handover is not None:
+            live.handover.ended(error.message)
         self._release(live)
         return Failed(
             live.request.request_id,
@@ -519,6 +552,8 @@ class EngineCore:
     def _release(self, live: _Live) -> None:
         request_id = live.request.request_id
         self._scheduler.finish(request_id)
+        if self._arrivals is not None:
+            self._arrivals.forget(request_id)
         if self._forms is not None:
             self._forms.forget(request_id)
         if self.speculator is not None:

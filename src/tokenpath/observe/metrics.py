@@ -122,10 +122,11 @@ class Metrics:
         self._reloads.labels(model, outcome).inc()
 
     def cpus_divided(self, usable: int, threads: Mapping[str, int]) -> None:
-        """Note what each model's one replica computes with."""
+        """Note what each replica computes with; its id is the model's name, "-" and its place."""
         self._cpus.set(usable)
-        for model, count in threads.items():
-            self._threads.labels(model, "0").set(count)
+        for replica_id, count in threads.items():
+            model, _, place = replica_id.rpartition("-")
+            self._threads.labels(model, place).set(count)
 
     def request_began(self) -> None:
         """Count a request into ``tokenpath_requests_in_flight``."""

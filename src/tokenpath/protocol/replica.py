@@ -74,6 +74,17 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Found damaged, and computed instead."""
     kv_dropped_blocks_total: int = 0
     """Lost from the last tier, or never kept, for want of room or time."""
+    handovers_total: int = 0
+    """Prompts ordered from another replica."""
+    handover_fallbacks_total: int = 0
+    """Prompts that another replica should have computed, and that were computed here in part or
+    in whole."""
+    handover_blocks_received_total: int = 0
+    handover_blocks_given_total: int = 0
+    handover_bytes_received_total: int = 0
+    handover_bytes_given_total: int = 0
+    handover_seconds_total: float = 0.0
+    """From each order to its end, added up."""
     prompt_tokens_total: int = 0
     cached_prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
