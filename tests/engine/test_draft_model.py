@@ -115,11 +115,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-def load(path: Path, **speculation) -> Engine:
+def load(path: Path, dtype="float32", threads=1, **speculation) -> Engine:
     return Engine(
         path,
-        dtype="float32",
-        threads=1,
+        dtype=dtype,
+        threads=threads,
         kv_cache_tokens=2048,
         progress=False,
         speculation={"draft_tokens": 5} | speculation,
@@ -154,6 +154,15 @@ def test_two_models(folder, noise, right):
         assert accepted > 0.9 * drafted
     else:
         assert 0.02 * drafted < accepted < drafted
+
+
+def test_it_computes_with_all_threads(folder):
+    """Torch is held to one thread beside the native kernels; the draft model is not."""
+    target = write_model(folder, seed=1)
+    with load(target, dtype="int8", threads=2, draft_model=str(target)) as engine:
+        model, drafter = engine._core._runner, engine._core.speculator._drafters[1]
+        assert drafter._runner.threads == model.threads == 2
+        assert drafter._runner.kernels == model.kernels
 
 
 def test_what_cannot_be_a_draft_model_is_named(folder):

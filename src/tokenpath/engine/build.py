@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from tokenpath.config.spec import EngineSettings
+from tokenpath.config.launch import HandoverLaunch
+from tokenpath.config.spec import EngineSettings, FairnessSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import default_threads
 from tokenpath.engine.draft_build import open_draft
@@ -30,14 +31,19 @@ from tokenpath.models.detokenizer import IncrementalDetokenizer
 from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.tokenizer import Tokenizer
+from tokenpath.policy.fairness import Fairness
+from tokenpath.policy.handover import gives
 from tokenpath.policy.lookup import LookupDrafter
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
 from tokenpath.policy.speculator import Drafter, Speculator
+from tokenpath.policy.step_budget import StepBudget
 from tokenpath.protocol.errors import ModelError, SpecError
 from tokenpath.protocol.replica import ModelCard
 
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.vocabulary import Vocabulary
+    from tokenpath.engine.handover.arrivals import Arrivals
+    from tokenpath.engine.handover.giving import Giver
     from tokenpath.engine.kv_tiers.tiers import KvTiers
 
 Progress = Callable[[str, float], None]
@@ -58,12 +64,15 @@ def build_engine(
     available_bytes: Callable[[], int] = memory.available_bytes,
     around: Around | None = None,
     warm: bool = False,
+    handover: HandoverLaunch | None = None,
+    handover_secret: str = "",
 ) -> EngineCore:
     """Load a model and put an engine around it; takes seconds.
 
     With ``warm`` it has computed before: what only the first request would wait for is done.
     Sets torch's number of threads for the whole process: to one, where the native kernels have
-    threads of their own.
+    threads of their own. ``handover`` says what the replica hands over or is handed, and
+    ``handover_secret`` what others must know who order from it.
 
     Raises:
         ModelError: the weights alone do not fit in memory, or the model cannot be loaded (one of
@@ -111,19 +120,6 @@ def build_engine(
             progress=progress,
         )
         tokenizer = tokenizer_made.result()
-    if runner.kernels != "torch":
-        # The sampler is what is left for torch. Threads of its own would spin for a while after
-        # each call, on the CPUs that the native program's threads compute on.
-        torch.set_num_threads(1)
-    tiers = _tiers(settings, runner, model, name=name, dtype=held)
-    config = SchedulerConfig(
-        max_step_tokens=settings.max_step_tokens,
-        max_running=settings.max_running,
-        block_tokens=settings.block_tokens,
-        num_blocks=num_blocks,
-        max_context_tokens=context,
-        prefix_cache=settings.prefix_cache,
-    )
     forms = LiveForms(tokenizer)
     speculator = None
     if settings.speculation.method != "off":
@@ -133,7 +129,35 @@ def build_engine(
         speculator = Speculator(
             drafters, most_tokens=settings.speculation.draft_tokens, forms=forms
         )
-    scheduler = Scheduler(config, tiers=tiers, drafts=speculator, run=secrets.token_bytes(16))
+    if runner.kernels != "torch":
+        # The sampler is what is left for torch. Threads of its own would spin for a while after
+        # each call, on the CPUs that the native program's threads compute on. The draft
+        # model is loaded by now, with as many threads as torch had.
+        torch.set_num_threads(1)
+    tiers = _tiers(settings, runner, model, name=name, dtype=held)
+    arrivals, giver = None, None
+    if handover is not None:
+        arrivals, giver = _handovers(
+            handover, handover_secret, settings, runner, model, tiers, name=name, dtype=held
+        )
+    config = SchedulerConfig(
+        max_step_tokens=settings.max_step_tokens,
+        max_running=settings.max_running,
+        block_tokens=settings.block_tokens,
+        num_blocks=num_blocks,
+        max_context_tokens=context,
+        prefix_cache=settings.prefix_cache,
+        max_waiting=settings.max_waiting,
+        fairness=fairness(settings.fairness, num_blocks),
+    )
+    step_budget = None if settings.target_itl_s is None else StepBudget(settings.target_itl_s)
+    scheduler = Scheduler(
+        config,
+        tiers=arrivals or tiers,
+        drafts=speculator,
+        run=secrets.token_bytes(16),
+        step_budget=step_budget,
+    )
     card = ModelCard(
         name=name,
         architecture=model.config.architecture,
@@ -166,10 +190,26 @@ def build_engine(
         runner if around is None else around(runner),
         scheduler,
         grammars=_grammars(vocabulary, settings),
-        tiers=tiers,
+        tiers=arrivals or tiers,
+        giver=giver,
         speculator=speculator,
         forms=forms,
+        step_budget=step_budget,
+        max_session_s=settings.max_session_s,
         resident_bytes=lambda: int(process.memory_info().rss),
+    )
+
+
+def fairness(settings: FairnessSettings, num_blocks: int) -> Fairness:
+    """The spec's words on sharing, for a pool of so many blocks."""
+    share = settings.tenant_kv_share
+    return Fairness(
+        by_tokens=settings.by_tokens,
+        weights=settings.weights,
+        priorities=settings.priorities,
+        priority_ageing_s=settings.priority_ageing_s,
+        tenant_max_running=settings.tenant_max_running,
+        tenant_max_blocks=None if share is None else max(1, int(num_blocks * share)),
     )
 
 
@@ -193,6 +233,44 @@ def _tiers(
         dtype=dtype,
         block_tokens=settings.block_tokens,
     )
+
+
+def _handovers(
+    launch: HandoverLaunch,
+    secret: str,
+    settings: EngineSettings,
+    runner: ModelRunner,
+    model: LocalModel,
+    tiers: KvTiers | None,
+    *,
+    name: str,
+    dtype: str,
+) -> tuple[Arrivals | None, Giver | None]:
+    """What a replica's role makes it take, or give."""
+    from tokenpath.engine.handover import build as ends  # noqa: PLC0415 - only if asked for
+
+    copier, size = runner.copier(), settings.block_tokens
+    fingerprint = ends.shared_fingerprint(model, copier, dtype=dtype)
+    arrivals, giver = None, None
+    if launch.role == "decode":
+        arrivals = ends.make_arrivals(
+            launch,
+            copier,
+            tiers,
+            fingerprint=fingerprint,
+            block_tokens=size,
+            step_bytes=settings.kv_tiers.step_bytes,
+        )
+    if gives(launch.role) and launch.listen:
+        giver = ends.make_giver(
+            launch,
+            copier,
+            fingerprint=fingerprint,
+            block_tokens=size,
+            model=name,
+            secret=secret,
+        )
+    return arrivals, giver
 
 
 def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Callable[[], Vocabulary]:

@@ -85,6 +85,8 @@ class Engine:
             ModelError: the model cannot be had, read or held in memory (one of its leaves).
             SpecError: a setting is wrong, or does not fit the machine.
         """
+        # A batch has no reader who would notice a gap; without the bound it is done sooner.
+        settings = {"target_itl_s": None} | settings
         engine_settings = _settings(
             dtype=dtype,
             device=device,

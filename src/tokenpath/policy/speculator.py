@@ -160,6 +160,11 @@ class Speculator:
                 if guessed != token:
                     break
 
+    def totals(self) -> tuple[list[int], list[int]]:
+        """``drafted_total`` and ``accepted_total`` up to the last place that was ever drafted."""
+        used = self.most_tokens - self.drafted_total.count(0)
+        return self.drafted_total[:used], self.accepted_total[:used]
+
     def forget(self, request_id: str) -> None:
         """A sequence has ended."""
         self._known.pop(request_id, None)

@@ -41,7 +41,7 @@ def test_the_longest_common_past_is_found(tokens, most):
             continue
         # Of many places only the most recent are looked at.
         assert 2 <= match.matched <= slowly
-        if end <= 30:
+        if end <= 10:
             assert match.matched == slowly
         assert len(match.tokens) == most
         grown = text + list(match.tokens)
