@@ -18,7 +18,7 @@ from link_helpers import request, tokens, until
 
 from tokenpath.cli import operator as operator_module
 from tokenpath.cli.operator import Operator
-from tokenpath.config.spec import EngineSettings
+from tokenpath.config.spec import EngineSettings, Model
 from tokenpath.fleet.local import LocalFleet, ReplicaPlan
 from tokenpath.fleet.reload import RELOAD_TRANSITIONS, ReloadState
 from tokenpath.observe.metrics import Metrics
@@ -81,7 +81,7 @@ class House:
     def prepare(self, name):
         if self.refusal is not None:
             raise self.refusal
-        return SimpleNamespace(name=name, files=self.files)
+        return SimpleNamespace(name=name, files=self.files, spec=Model(source="x"))
 
     async def ask(self, max_tokens=5) -> list:
         """As the gateway does: a place by the router, then the events."""
