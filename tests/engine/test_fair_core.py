@@ -120,7 +120,7 @@ def test_no_session_lasts_longer_than_the_spec_says():
     assert core.stats().deadlines_missed_total == 3
 
 
-@pytest.mark.parametrize(("target_s", "longest"), [(None, 0.105), (0.05, 0.055)])
+@pytest.mark.parametrize(("target_s", "longest"), [(None, 0.111), (0.05, 0.05)])
 def test_the_gaps_of_streams_while_a_long_prompt_is_computed(target_s, longest):
     core, clock = slow_core(target_s=target_s)
     for index in range(4):
@@ -135,7 +135,7 @@ def test_the_gaps_of_streams_while_a_long_prompt_is_computed(target_s, longest):
         collector.take(events)
         gaps.append(clock.now - last)
         last = clock.now
-    assert longest * 0.8 < max(gaps) <= longest + 0.006
+    assert longest * 0.75 < max(gaps) <= longest
     assert (core.stats().prefill_limited_steps_total > 0) == (target_s is not None)
     for index in range(4):
         core.abort(f"s{index}")

@@ -405,10 +405,11 @@ class Scheduler:
     def _speculate(self, drafts: Drafts, planning: Planning) -> None:
         """Lengthen chunks of decoding sequences by guesses of what follows.
 
-        They take what budget is left, and blocks that nobody waits for in this step.
+        They take what budget is left, unless prompts had too little time as it is, and blocks that
+        nobody waits for in this step.
         """
         decoding = [c for c in planning.chunks.values() if c.known == 1 and c.samples]
-        if not decoding or not planning.budget:
+        if not decoding or not planning.budget or planning.limited:
             return
         sequences = [chunk.sequence for chunk in decoding]
         guesses = drafts.guess(sequences, planning.tokens, planning.budget)

@@ -32,7 +32,7 @@ _OUTLIER: Final = 3.0
 """A step that took so many times as long as expected counts as this much: it was disturbed."""
 _SPREAD: Final = 0.1
 """Weight of a step in the mean error of the estimates."""
-_LEAST_SPREAD, _MOST_SPREAD = 0.03, 0.4
+_LEAST_SPREAD, _MOST_SPREAD = 0.08, 0.4
 
 Vector = tuple[float, float, float, float]
 
