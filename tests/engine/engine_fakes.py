@@ -110,7 +110,7 @@ class FreeRows:
 
 
 def eager_speculator(seed: int, most_tokens: int = 5) -> Speculator:
-    speculator = Speculator(RandomDrafter(seed), most_tokens=most_tokens)
+    speculator = Speculator([RandomDrafter(seed)], most_tokens=most_tokens)
     speculator.costs = FreeRows()
     return speculator
 

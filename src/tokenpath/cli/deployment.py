@@ -81,6 +81,9 @@ def _opened(
     name = model.name or source.name
     path = resolve(source.text, models_dir=models_dir, progress=progress)
     local = open_servable(path, name=name)
+    draft_model = model.engine.speculation.draft_model
+    if draft_model is not None:
+        resolve(draft_model, models_dir=models_dir, progress=progress)
     say(f"Model {name}: {local.config.architecture}, {memory.parameters(local):,} parameters, "
         f"{local.path}")  # fmt: skip
     return _ready(name, model, local)

@@ -120,14 +120,33 @@ class SpeculationSettings(_Strict):
     The output stays what it would be without, token for token; only its speed changes.
     """
 
-    method: Literal["auto", "off", "ngram"] = "auto"
+    method: Literal["auto", "off", "ngram", "draft"] = "auto"
     """Where guesses come from. ``ngram``: the sequence's own text, where it repeats itself, and
-    what a grammar leaves no choice about. ``auto`` is ``ngram``: guesses are computed only where
-    they promise more tokens a second, by what became of earlier ones and what the steps took, so
-    that it costs next to nothing where nothing repeats."""
+    what a grammar leaves no choice about. ``draft``: from ``draft_model`` as well, where that is
+    likelier to be right. ``auto`` is ``draft`` where there is a draft model, else ``ngram``:
+    guesses are computed only where they promise more tokens a second, by what became of earlier
+    ones and what the steps took, so that it costs next to nothing where nothing repeats."""
     draft_tokens: Annotated[int, Field(gt=0, le=64)] = 16
     """Longest draft of one sequence in one step. Copied text is confirmed for as long as it goes
     on; more than 16 gains little, since by then the rows cost as much as the tokens they save."""
+    draft_model: Annotated[str, Field(min_length=1)] | None = None
+    """A smaller model of the same vocabulary, named like a model's ``source``. None, because only
+    some models have one that is small enough: it pays from about a tenth of the size."""
+    draft_kv_cache_tokens: Annotated[int, Field(gt=0)] | None = None
+    """Tokens that the draft model's own KV pool can hold. None: as many as the model's pool, so
+    that every running sequence can be drafted for; a token takes a fraction of the memory there."""
+
+    @model_validator(mode="after")
+    def _draft_model_is_used(self) -> SpeculationSettings:
+        if self.method == "draft" and self.draft_model is None:
+            raise ValueError("method 'draft' needs a draft_model")
+        if self.draft_model is not None and self.method in {"off", "ngram"}:
+            raise ValueError(
+                f"draft_model is not used by method {self.method!r}; leave it out, or use 'draft'"
+            )
+        if self.draft_kv_cache_tokens is not None and self.draft_model is None:
+            raise ValueError("draft_kv_cache_tokens needs a draft_model")
+        return self
 
 
 class EngineSettings(_Strict):

@@ -15,6 +15,7 @@ from tokenpath.config.launch import HandoverLaunch
 from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import default_threads
+from tokenpath.engine.draft_build import open_draft
 from tokenpath.engine.grammar.compiler import GrammarCompiler
 from tokenpath.engine.grammar.forms import LiveForms
 from tokenpath.engine.kernels.native_module import chosen_kernels
@@ -30,17 +31,14 @@ from tokenpath.models.detokenizer import IncrementalDetokenizer
 from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.tokenizer import Tokenizer
-from tokenpath.policy.handover import gives
 from tokenpath.policy.lookup import LookupDrafter
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
-from tokenpath.policy.speculator import Speculator
+from tokenpath.policy.speculator import Drafter, Speculator
 from tokenpath.protocol.errors import ModelError, SpecError
 from tokenpath.protocol.replica import ModelCard
 
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.vocabulary import Vocabulary
-    from tokenpath.engine.handover.arrivals import Arrivals
-    from tokenpath.engine.handover.giving import Giver
     from tokenpath.engine.kv_tiers.tiers import KvTiers
 
 Progress = Callable[[str, float], None]
@@ -96,8 +94,10 @@ def build_engine(
         max_context_tokens=None if settings.max_context_tokens is None else context,
     )
     block_bytes = settings.block_tokens * model.config.kv_bytes_per_token(kv_dtype)
+    draft = open_draft(settings, tokens=num_blocks * settings.block_tokens, settle=dtype_for)
     if device.type == "cpu":
-        _check_memory(model, held, settings, num_blocks, block_bytes, available_bytes())
+        beside = 0 if draft is None else draft.needed_bytes
+        _check_memory(model, held, settings, num_blocks, block_bytes, available_bytes() - beside)
     if progress is not None:
         progress("reading the tokenizer", 0.0)
     with ThreadPoolExecutor(1) as aside:
@@ -122,8 +122,17 @@ def build_engine(
     tiers = _tiers(settings, runner, model, name=name, dtype=held)
     arrivals, giver = None, None
     if handover is not None:
-        arrivals, giver = _handovers(
-            handover, handover_secret, settings, runner, model, tiers, name=name, dtype=held
+        from tokenpath.engine.handover.build import make_ends  # noqa: PLC0415 - only if asked for
+
+        arrivals, giver = make_ends(
+            handover,
+            runner.copier(),
+            tiers,
+            model=model,
+            dtype=held,
+            name=name,
+            settings=settings,
+            secret=handover_secret,
         )
     config = SchedulerConfig(
         max_step_tokens=settings.max_step_tokens,
@@ -134,7 +143,14 @@ def build_engine(
         prefix_cache=settings.prefix_cache,
     )
     forms = LiveForms(tokenizer)
-    speculator = _speculator(settings, forms)
+    speculator = None
+    if settings.speculation.method != "off":
+        drafters: list[Drafter] = [LookupDrafter()]
+        if draft is not None:
+            drafters.append(draft.load(tokenizer, model.config))
+        speculator = Speculator(
+            drafters, most_tokens=settings.speculation.draft_tokens, forms=forms
+        )
     scheduler = Scheduler(
         config, tiers=arrivals or tiers, drafts=speculator, run=secrets.token_bytes(16)
     )
@@ -198,51 +214,6 @@ def _tiers(
         dtype=dtype,
         block_tokens=settings.block_tokens,
     )
-
-
-def _handovers(
-    launch: HandoverLaunch,
-    secret: str,
-    settings: EngineSettings,
-    runner: ModelRunner,
-    model: LocalModel,
-    tiers: KvTiers | None,
-    *,
-    name: str,
-    dtype: str,
-) -> tuple[Arrivals | None, Giver | None]:
-    """What a replica's role makes it take, or give."""
-    from tokenpath.engine.handover import build as ends  # noqa: PLC0415 - only if asked for
-
-    copier, size = runner.copier(), settings.block_tokens
-    fingerprint = ends.shared_fingerprint(model, copier, dtype=dtype)
-    arrivals, giver = None, None
-    if launch.role == "decode":
-        arrivals = ends.make_arrivals(
-            launch,
-            copier,
-            tiers,
-            fingerprint=fingerprint,
-            block_tokens=size,
-            step_bytes=settings.kv_tiers.step_bytes,
-        )
-    if gives(launch.role) and launch.listen:
-        giver = ends.make_giver(
-            launch,
-            copier,
-            fingerprint=fingerprint,
-            block_tokens=size,
-            model=name,
-            secret=secret,
-        )
-    return arrivals, giver
-
-
-def _speculator(settings: EngineSettings, forms: LiveForms) -> Speculator | None:
-    speculation = settings.speculation
-    if speculation.method == "off":
-        return None
-    return Speculator(LookupDrafter(), most_tokens=speculation.draft_tokens, forms=forms)
 
 
 def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Callable[[], Vocabulary]:

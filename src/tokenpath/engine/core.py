@@ -289,10 +289,11 @@ class EngineCore:
         if plan.chunks:
             events += self._complete(plan, self._compute(plan))
             self._steps_total += 1
-            seconds = self._clock() - started
-            self._step_seconds_total += seconds
+            ended = self._clock()
+            self._step_seconds_total += ended - started
             if self.speculator is not None:
-                self.speculator.costs.measured(plan.tokens, seconds)
+                # Without planning, in which drafts are made: what those cost is their drafter's.
+                self.speculator.costs.measured(plan.tokens, ended - planned)
         if self._tiers is not None:
             if plan.chunks:
                 prefill = sum(chunk.known for chunk in plan.chunks if chunk.known > 1)

@@ -96,6 +96,9 @@ class Engine:
         pull_progress = terminal_progress() if progress else SilentProgress()
         local = open_model(resolve(str(model), models_dir=models_dir(), progress=pull_progress))
         name = parse_source(str(model)).name
+        draft_model = engine_settings.speculation.draft_model
+        if draft_model is not None:
+            resolve(draft_model, models_dir=models_dir(), progress=pull_progress)
         self.tokenizer: Tokenizer = local.tokenizer()
         self._template: ChatTemplate | None = (
             read_chat_template(Path(chat_template)) if chat_template else local.chat_template()

@@ -46,6 +46,8 @@ class Offer:
     """At most so many."""
     chance: float
     """Of each, that it is confirmed if those before it are."""
+    costly: bool = False
+    """Whether the tokens must be made first, one after the other."""
 
 
 class Acceptance:
@@ -99,8 +101,8 @@ def choose_lengths(
     """How many tokens of each offer to draft, so that the step makes most tokens a second.
 
     The step computes ``rows`` tokens and samples ``sampling`` sequences without drafts; ``seconds``
-    is what a number of rows takes, ``depth_s`` what each token of the longest draft takes to make.
-    Drafts of no token are left out; there are none if all together do not promise a gain of
+    is what a number of rows takes, ``depth_s`` what each token of the longest costly draft takes to
+    make. Drafts of no token are left out; there are none if all together do not promise a gain of
     ``margin``.
     """
     lengths: dict[str, int] = {}
@@ -118,7 +120,7 @@ def choose_lengths(
         length = lengths[offer.request_id] = lengths.get(offer.request_id, 0) + 1
         drafted += 1
         tokens -= gain
-        deepest = max(deepest, length)
+        deepest = max(deepest, length if offer.costly else 0)
         heapreplace(waiting, (gain * offer.chance if length < offer.length else 0.0, index))
         rate = tokens / (seconds(rows + drafted) + deepest * depth_s)
         if rate > best_rate:
