@@ -10,6 +10,7 @@ from pathlib import Path
 from tokenpath.cli.deployment import ReadyModel
 from tokenpath.config.launch import HandoverLaunch
 from tokenpath.config.replicas import Disaggregation, HandoverTls, ReplicaSettings
+from tokenpath.config.spec import SpeculationSettings
 from tokenpath.fleet.local import LocalReplica, ReplicaPlan
 from tokenpath.policy.cpu_shares import Share
 from tokenpath.policy.handover import gives, takes_requests
@@ -62,17 +63,22 @@ def replica_plan(place: Place, share: Share) -> ReplicaPlan:
         replica_id=place.replica_id,
         name=model.name,
         model=model.local.path,
-        engine=model.spec.engine.model_copy(update={"threads": share.threads, **_rest(place)}),
+        engine=model.spec.engine.model_copy(update={"threads": share.threads, **_fitting(place)}),
         cpus=share.cpus,
         handover=handover,
         handover_secret=secret,
     )
 
 
-def _rest(place: Place) -> dict[str, object]:
-    """One that takes orders of others does not fall asleep by itself: orders are no requests."""
-    waits_for_orders = place.model.spec.hands_over and gives(place.settings.role)
-    return {"sleep_after_s": None} if waits_for_orders else {}
+def _fitting(place: Place) -> dict[str, object]:
+    """Settings that a role makes pointless, and that would cost something."""
+    changes: dict[str, object] = {}
+    if place.model.spec.hands_over and gives(place.settings.role):
+        # Orders are no requests, so it would fall asleep while it is needed.
+        changes["sleep_after_s"] = None
+    if place.settings.role == "prefill":
+        changes["speculation"] = SpeculationSettings(method="off")
+    return changes
 
 
 def served(

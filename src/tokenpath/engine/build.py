@@ -32,7 +32,6 @@ from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.tokenizer import Tokenizer
 from tokenpath.policy.fairness import Fairness
-from tokenpath.policy.handover import gives
 from tokenpath.policy.lookup import LookupDrafter
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
 from tokenpath.policy.speculator import Drafter, Speculator
@@ -42,8 +41,6 @@ from tokenpath.protocol.replica import ModelCard
 
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.vocabulary import Vocabulary
-    from tokenpath.engine.handover.arrivals import Arrivals
-    from tokenpath.engine.handover.giving import Giver
     from tokenpath.engine.kv_tiers.tiers import KvTiers
 
 Progress = Callable[[str, float], None]
@@ -137,8 +134,17 @@ def build_engine(
     tiers = _tiers(settings, runner, model, name=name, dtype=held)
     arrivals, giver = None, None
     if handover is not None:
-        arrivals, giver = _handovers(
-            handover, handover_secret, settings, runner, model, tiers, name=name, dtype=held
+        from tokenpath.engine.handover.build import make_ends  # noqa: PLC0415 - only if asked for
+
+        arrivals, giver = make_ends(
+            handover,
+            runner.copier(),
+            tiers,
+            model=model,
+            dtype=held,
+            name=name,
+            settings=settings,
+            secret=handover_secret,
         )
     config = SchedulerConfig(
         max_step_tokens=settings.max_step_tokens,
@@ -233,44 +239,6 @@ def _tiers(
         dtype=dtype,
         block_tokens=settings.block_tokens,
     )
-
-
-def _handovers(
-    launch: HandoverLaunch,
-    secret: str,
-    settings: EngineSettings,
-    runner: ModelRunner,
-    model: LocalModel,
-    tiers: KvTiers | None,
-    *,
-    name: str,
-    dtype: str,
-) -> tuple[Arrivals | None, Giver | None]:
-    """What a replica's role makes it take, or give."""
-    from tokenpath.engine.handover import build as ends  # noqa: PLC0415 - only if asked for
-
-    copier, size = runner.copier(), settings.block_tokens
-    fingerprint = ends.shared_fingerprint(model, copier, dtype=dtype)
-    arrivals, giver = None, None
-    if launch.role == "decode":
-        arrivals = ends.make_arrivals(
-            launch,
-            copier,
-            tiers,
-            fingerprint=fingerprint,
-            block_tokens=size,
-            step_bytes=settings.kv_tiers.step_bytes,
-        )
-    if gives(launch.role) and launch.listen:
-        giver = ends.make_giver(
-            launch,
-            copier,
-            fingerprint=fingerprint,
-            block_tokens=size,
-            model=name,
-            secret=secret,
-        )
-    return arrivals, giver
 
 
 def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Callable[[], Vocabulary]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from tokenpath.config.launch import HandoverLaunch, parse_address
+from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.handover.arrivals import Arrivals
 from tokenpath.engine.handover.giving import Giver
 from tokenpath.engine.kv_tiers.build import fingerprint_of
 from tokenpath.engine.kv_tiers.copier import BlockCopier
 from tokenpath.engine.kv_tiers.tiers import KvTiers
 from tokenpath.models.local import LocalModel
+from tokenpath.policy.handover import gives
 from tokenpath.protocol.errors import ModelFileError
 
 
@@ -20,47 +22,45 @@ def shared_fingerprint(model: LocalModel, copier: BlockCopier, *, dtype: str) ->
         raise ModelFileError(f"the model's files cannot be read: {error.strerror}") from error
 
 
-def make_arrivals(
+def make_ends(
     launch: HandoverLaunch,
     copier: BlockCopier,
     inner: KvTiers | None,
     *,
-    fingerprint: bytes,
-    block_tokens: int,
-    step_bytes: int,
-) -> Arrivals:
-    """What a replica that decodes lets others compute. Raises ``SpecError``."""
-    settings = launch.settings
-    return Arrivals(
-        copier,
-        inner,
-        fingerprint=fingerprint,
-        block_tokens=block_tokens,
-        min_prompt_tokens=settings.min_prompt_tokens,
-        wait_s=settings.wait_s,
-        buffer_bytes=settings.buffer_bytes,
-        step_bytes=step_bytes,
-        tls=launch.client_tls(),
-    )
-
-
-def make_giver(
-    launch: HandoverLaunch,
-    copier: BlockCopier,
-    *,
-    fingerprint: bytes,
-    block_tokens: int,
-    model: str,
+    model: LocalModel,
+    dtype: str,
+    name: str,
+    settings: EngineSettings,
     secret: str,
-) -> Giver:
-    """What a replica computes for others. Raises ``SpecError``."""
-    return Giver(
-        copier,
-        fingerprint=fingerprint,
-        block_tokens=block_tokens,
-        model=model,
-        secret=secret,
-        addresses=[parse_address(text) for text in launch.listen],
-        tls=launch.server_tls(),
-        buffer_bytes=launch.settings.buffer_bytes,
-    )
+) -> tuple[Arrivals | None, Giver | None]:
+    """What a replica's role makes it take, and what it makes it give.
+
+    ``inner`` are the tiers behind its pool; ``name`` is the served model's, ``dtype`` that of its
+    weights. Raises ``SpecError`` and ``ModelFileError``.
+    """
+    fingerprint = shared_fingerprint(model, copier, dtype=dtype)
+    arrivals, giver = None, None
+    if launch.role == "decode":
+        arrivals = Arrivals(
+            copier,
+            inner,
+            fingerprint=fingerprint,
+            block_tokens=settings.block_tokens,
+            min_prompt_tokens=launch.settings.min_prompt_tokens,
+            wait_s=launch.settings.wait_s,
+            buffer_bytes=launch.settings.buffer_bytes,
+            step_bytes=settings.kv_tiers.step_bytes,
+            tls=launch.client_tls(),
+        )
+    if gives(launch.role) and launch.listen:
+        giver = Giver(
+            copier,
+            fingerprint=fingerprint,
+            block_tokens=settings.block_tokens,
+            model=name,
+            secret=secret,
+            addresses=[parse_address(text) for text in launch.listen],
+            tls=launch.server_tls(),
+            buffer_bytes=launch.settings.buffer_bytes,
+        )
+    return arrivals, giver
