@@ -41,6 +41,7 @@ from tokenpath.protocol.errors import (
     DeadlineError,
     EngineError,
     InvalidRequestError,
+    ReplicaLostError,
     TokenpathError,
     UnsupportedError,
 )
@@ -60,6 +61,7 @@ from tokenpath.protocol.stages import Stage
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.state import CompiledGrammar, GrammarState
     from tokenpath.engine.kv_tiers.tiers import KvTiers
+    from tokenpath.engine.parallel.crew import Crew
 
 TIERS_WAIT_S = 0.005
 """A step with nothing to compute waits so long for a block of the disk, and then sees who has
@@ -123,11 +125,14 @@ class EngineCore:
         reducer: Reducer = TORCH,
         grammars: GrammarCompiler | None = None,
         tiers: KvTiers | None = None,
+        crew: Crew | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed_source: Callable[[], int] = fresh_seed,
         resident_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """``reducer`` serves the sampler; ``tiers`` are those that the scheduler has.
+
+        ``crew`` are the other ranks of a divided model, which end with this core.
 
         ``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed.
         """
@@ -140,6 +145,7 @@ class EngineCore:
         self._eos_ids = frozenset(eos_ids)
         self._reducer = reducer
         self._tiers = tiers
+        self._crew = crew
         self._clock = clock
         self._seed_source = seed_source
         self._resident_bytes = resident_bytes
@@ -306,6 +312,13 @@ class EngineCore:
         """
         if self._tiers is not None:
             self._tiers.close(self._scheduler.pool.cached_contents() if trusted else ())
+        if self._crew is not None:
+            self._crew.close()
+
+    def watch(self, broken: Callable[[Exception], None]) -> None:
+        """Call this, from any thread, if the engine breaks while it does nothing."""
+        if self._crew is not None:
+            self._crew.watch(broken)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant. Between steps only."""
@@ -344,6 +357,8 @@ class EngineCore:
         """Run and sample a plan; if that raises, one chunk after the other."""
         try:
             return self._compute_together(plan)
+        except ReplicaLostError:
+            raise  # it is nobody's own, and there is nobody to try with
         except Exception:
             if len(plan.chunks) > 1:
                 log.exception("a batch of %d sequences failed; trying each alone", len(plan.chunks))

@@ -163,6 +163,9 @@ class PoolingCore:
     def close(self) -> None:
         """Nothing of it outlives the process."""
 
+    def watch(self, broken: Callable[[Exception], None]) -> None:
+        """Nothing breaks here while it does nothing."""
+
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant. Between steps only."""
         for request_id, live in self._live.items():
