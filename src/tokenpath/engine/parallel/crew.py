@@ -53,7 +53,6 @@ class _Member:
         self.opened = False
         self.ready: Ready | None = None
         self.error: TokenpathError | None = None
-        self.fraction = 0.0
         self.ended = False
 
 
@@ -66,11 +65,17 @@ class Crew:
         *,
         descriptors: Sequence[int],
         timeout_s: float,
+        progress: Progress = lambda _what, _fraction: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start a process for each order. ``descriptors`` are handed down to them."""
+        """Start a process for each order.
+
+        ``descriptors`` are handed down to them; ``progress`` is told how far they are, from threads
+        of ours; ``on_close`` is called when none is left.
+        """
         self.weight_bytes = 0
         """Of all of them together, once they are ready."""
+        self._progress = progress
         self._on_close = on_close
         self._members = [_Member(order) for order in orders]
         self._descriptors = tuple(descriptors)
@@ -104,16 +109,11 @@ class Crew:
                         f"a rank of this engine did not start within {OPEN_TIMEOUT_S:g} s"
                     )
 
-    def wait_ready(self, progress: Progress | None) -> None:
+    def wait_ready(self) -> None:
         """Until every rank is loaded. Raises as ``wait_opened``."""
-        told = -1.0
         with self._changed:
             while not all(member.ready for member in self._members):
                 self._raise_failed()
-                slowest = min(1.0 if m.ready else m.fraction for m in self._members)
-                if progress is not None and slowest > told:
-                    progress("waiting for the other ranks", slowest)
-                    told = slowest
                 self._changed.wait()
             self.weight_bytes = sum(m.ready.weight_bytes for m in self._members if m.ready)
 
@@ -192,12 +192,14 @@ class Crew:
         self._end(member, _how_it_ended(process.wait()))
 
     def _hear(self, member: _Member, answer: Answer) -> None:
+        if isinstance(answer, Loading):
+            rank = member.order.share.rank
+            self._progress(f"rank {rank}: {answer.what}", answer.fraction)
+            return
         with self._changed:
             match answer:
                 case Opened():
                     member.opened = True
-                case Loading(_, fraction):
-                    member.fraction = fraction
                 case Ready():
                     member.ready = answer
                 case Ended(error):

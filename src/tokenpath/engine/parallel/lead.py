@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,10 +91,12 @@ def load_divided(
         for rank in share.ranks()
     ]
     before = sorted(cpu.number for cpu in usable_cpus())
+    tell = _one_by_one(progress)
     crew = Crew(
         orders[1:],
         descriptors=room.descriptors,
         timeout_s=settings.rank_timeout_s,
+        progress=tell,
         on_close=lambda: _stay_on(before),
     )
     try:
@@ -101,7 +104,7 @@ def load_divided(
         meeting = open_meeting(orders[0])
         if meeting is not None:
             crew.watch(lambda _lost: meeting.give_up())
-        runner = _load(model, orders[0], crew, meeting, progress)
+        runner = _load(model, orders[0], crew, meeting, tell)
     except BaseException:
         crew.close()
         raise
@@ -111,18 +114,29 @@ def load_divided(
 
 
 def _load(
-    model: LocalModel, order: RankOrder, crew: Crew, meeting: Any, progress: Progress | None
+    model: LocalModel, order: RankOrder, crew: Crew, meeting: Any, progress: Progress
 ) -> ModelRunner:
-    if progress is not None:
-        progress("starting the other ranks", 0.0)
+    progress("starting the other ranks", 0.0)
     crew.wait_opened()
     try:
         runner = join_ranks(order, model=model, meeting=meeting, progress=progress)
     except ReplicaLostError as error:
         raise crew.reason(error) from error
-    crew.wait_ready(progress)
+    crew.wait_ready()
     runner.lead(crew)
     return runner
+
+
+def _one_by_one(progress: Progress | None) -> Progress:
+    """The same for several threads."""
+    lock = threading.Lock()
+
+    def tell(what: str, fraction: float) -> None:
+        with lock:
+            if progress is not None:
+                progress(what, fraction)
+
+    return tell
 
 
 def _device(name: str, rank: Share) -> str:

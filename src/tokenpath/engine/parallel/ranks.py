@@ -113,7 +113,7 @@ class LinkedRanks:
     def answer(self, logits: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
         share = self.share
         if share.stages == 1:
-            return logits
+            return None if share.rank else logits
         if share.part or not shape[0]:
             return torch.empty(shape) if not share.rank else None
         if share.last:
