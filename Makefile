@@ -50,6 +50,9 @@ arm: ## Compile the native kernels for Arm, with a compiler in an environment of
 bench-load: .venv/.complete ## Latency and throughput of both models at 1, 8 and 32 callers (15 minutes)
 	@$(BIN)/python bench/levels.py $(ARGS)
 
+bench-disaggregation: .venv/.complete ## The longest pauses of streams while long prompts arrive, with and without roles (2 minutes)
+	@$(BIN)/python -m bench.disaggregation $(ARGS)
+
 bench-peers: .venv/.complete ## tokenpath beside other engines (hours): ARGS='--rounds 1 --only decode_8_64'
 	@$(BIN)/tokenpath models pull $(or $(MODEL),qwen2.5-coder-1.5b)
 	@$(BIN)/python -m bench.peers.compare $(if $(MODEL),--model $(MODEL)) $(ARGS)

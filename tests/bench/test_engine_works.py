@@ -3,7 +3,7 @@
 import pytest
 
 from tokenpath.bench.engine import cost, works
-from tokenpath.bench.engine.works import Decode, Prefill, Sharing, Tiering
+from tokenpath.bench.engine.works import Decode, Prefill, Sharing, Stalling, Tenancy, Tiering
 from tokenpath.models.architecture import ModelConfig
 from tokenpath.protocol.errors import SpecError
 
@@ -50,6 +50,14 @@ def test_works_with_and_without_speculation():
     assert not works.speculate(works.chosen("prefill_7,tiers_64"))
 
 
+def test_the_pool_holds_a_long_prompt_and_streams_that_outlast_it():
+    (stall, tenants) = works.chosen("stall_16000,tenants_128")
+    assert (stall, tenants) == (Stalling(16_000), Tenancy(128))
+    assert stall.stream_tokens >= 64 + 16_000 // 16
+    assert stall.sequences * stall.sequence_tokens >= 16_000 + 8 * stall.stream_tokens
+    assert tenants.sequences * tenants.sequence_tokens == 8 * 160
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -57,6 +65,8 @@ def test_works_with_and_without_speculation():
         "edit",
         "prose_0",
         "tiers",
+        "stall",
+        "tenants_0",
         "tiers_0",
         "structured_8",
         "prefill",

@@ -89,7 +89,15 @@ def test_json_alone_on_stdout(tokenpath, tiny_gguf):
 def test_two_ways_of_the_same_are_compared(tokenpath, tiny_gguf):
     done = tokenpath(
         *("bench", "engine", "--model", str(tiny_gguf), "--dtype", "float32", "--threads", "1"),
-        *("--only", "shared_256,tiers_64", "--rounds", "1", "--no-roofline", "--json", "-"),
+        *(
+            "--only",
+            "shared_256,tiers_64,stall_128,tenants_8",
+            "--rounds",
+            "1",
+            "--no-roofline",
+            "--json",
+            "-",
+        ),
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -100,6 +108,12 @@ def test_two_ways_of_the_same_are_compared(tokenpath, tiny_gguf):
     assert found["tiers_64_host"] == tiers["recomputed_s"] / tiers["host_s"]
     assert "shared_256" in done.stderr
     assert "for the next ones" in done.stderr
+    stall, tenants = found["tasks"]["stall_128"], found["tasks"]["tenants_8"]
+    assert found["stall_128_worst_gap_s"] == stall["worst_s"] >= stall["p99_s"] > 0
+    assert (stall["streams"], stall["prompt_tokens"]) == (8, 128)
+    assert found["tenants_8_light_ttft_p99_s"] == tenants["light"]["ttft_p99_s"]
+    assert tenants["heavy"]["requests"] == 10 * tenants["light"]["requests"]
+    assert tenants["light"]["ttft_p99_s"] < tenants["light_unfair"]["ttft_p99_s"]
 
 
 @pytest.mark.parametrize(

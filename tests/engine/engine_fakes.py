@@ -17,10 +17,14 @@ import numpy as np
 import torch
 
 from tokenpath.engine.core import EngineCore
+from tokenpath.engine.handover.arrivals import Arrivals
+from tokenpath.engine.handover.giving import Giver
 from tokenpath.engine.kv_tiers.tiers import KvTiers
+from tokenpath.policy.fairness import Fairness
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
 from tokenpath.policy.sequence import StepPlan
 from tokenpath.policy.speculator import Guess, Speculator
+from tokenpath.policy.step_budget import StepBudget
 from tokenpath.protocol.events import Failed, Finish, GenerationEvent, TokenLogprob
 from tokenpath.protocol.replica import ModelCard
 from tokenpath.protocol.request import GenerationRequest, SamplingParams, TokenPrompt
@@ -108,7 +112,7 @@ class FreeRows:
 
 
 def eager_speculator(seed: int, most_tokens: int = 5) -> Speculator:
-    speculator = Speculator(RandomDrafter(seed), most_tokens=most_tokens)
+    speculator = Speculator([RandomDrafter(seed)], most_tokens=most_tokens)
     speculator.costs = FreeRows()
     return speculator
 
@@ -228,6 +232,7 @@ def request(
     *,
     priority: int = 0,
     timeout_s: float | None = None,
+    tenant: str = "",
     **params,
 ) -> GenerationRequest:
     params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
@@ -237,6 +242,7 @@ def request(
         prompt=TokenPrompt(list(prompt)),
         sampling=SamplingParams(**params),
         priority=priority,
+        tenant=tenant,
         timeout_s=timeout_s,
     )
 
@@ -252,11 +258,16 @@ def make_core(
     wrap: Callable[[FakeRunner], object] = lambda runner: runner,
     clock: Callable[[], float] | None = None,
     text: object | None = None,
-    make_tiers: Callable[[FakeCopier], KvTiers] | None = None,
+    make_tiers: Callable[[FakeCopier], KvTiers | Arrivals] | None = None,
+    make_giver: Callable[[FakeCopier], Giver] | None = None,
     speculator: object | None = None,
+    target_s: float | None = None,
+    max_session_s: float | None = None,
+    fairness: Fairness | None = None,
 ) -> EngineCore:
     runner = FakeRunner(num_blocks, block_tokens)
     tiers = None if make_tiers is None else make_tiers(FakeCopier(runner))
+    step_budget = None if target_s is None else StepBudget(target_s)
     scheduler = Scheduler(
         SchedulerConfig(
             max_step_tokens=max_step_tokens,
@@ -265,9 +276,11 @@ def make_core(
             num_blocks=num_blocks,
             max_context_tokens=max_context_tokens,
             prefix_cache=prefix_cache,
+            fairness=fairness or Fairness(),
         ),
         tiers=tiers,
         drafts=speculator,
+        step_budget=step_budget,
     )
     card = ModelCard(
         name="fake", architecture="fake", parameters=1, vocab_size=VOCAB,
@@ -281,7 +294,10 @@ def make_core(
         card=card,
         eos_ids=(EOS,),
         tiers=tiers,
+        giver=None if make_giver is None else make_giver(FakeCopier(runner)),
         speculator=speculator,
+        step_budget=step_budget,
+        max_session_s=max_session_s,
         clock=clock or Clock(),
         seed_source=iter(range(1_000_000)).__next__,
     )

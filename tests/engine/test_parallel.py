@@ -32,7 +32,7 @@ from tokenpath.engine.batch import build_batch
 from tokenpath.engine.build import build_engine
 from tokenpath.engine.kernels.native_module import native_module
 from tokenpath.engine.parallel import crew as crew_module
-from tokenpath.engine.parallel.lead import load_divided
+from tokenpath.engine.parallel.lead import load_divided, refuse_undivided
 from tokenpath.engine.parallel.member import MEETING_BYTES, join_ranks
 from tokenpath.engine.parallel.messages import (
     HEADER_BYTES,
@@ -346,6 +346,8 @@ def test_gemma_cannot_be_shared_and_kv_tiers_cannot_be_divided(gemma_path):
     assert "gemma-3-270m has 1 KV head, which 2 ranks cannot share" in error.message
     tiers = refused(pipeline_parallel=2, kv_tiers={"host_bytes": 1 << 20})
     assert tiers.param == "kv_tiers"
+    with pytest.raises(SpecError, match="roles hand over whole blocks"):
+        refuse_undivided(EngineSettings(pipeline_parallel=2), torch.device("cpu"), hands_over=True)
 
 
 # Real processes.

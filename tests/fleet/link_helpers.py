@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 from scripted_engine import ScriptedCore
 
@@ -32,21 +29,6 @@ async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> Non
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)
-
-
-def certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-keyout", str(key), "-out", str(cert), "-days", "2"]
-    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost"]
-    subprocess.run(command, check=True, capture_output=True)
-    return cert, key
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Engine:

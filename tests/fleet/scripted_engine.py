@@ -43,6 +43,7 @@ WIDE = 905
 
 class ScriptedCore:
     grammars = None
+    giver = None
 
     def __init__(self, step_s: float = 0.001, max_running: int = 64) -> None:
         self.step_s = step_s

@@ -11,7 +11,7 @@ import threading
 
 import msgspec
 import pytest
-from link_helpers import TOKEN, certificate, collect, free_port, request, tokens, until
+from link_helpers import TOKEN, collect, request, tokens, until
 from scripted_engine import (
     BREAKS_ALL,
     FAILS_ALONE,
@@ -20,6 +20,7 @@ from scripted_engine import (
     WIDE,
     ScriptedCore,
 )
+from tests.network import certificate, free_port
 
 from tokenpath.config.launch import (
     EXIT_BROKEN,

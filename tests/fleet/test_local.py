@@ -16,8 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from link_helpers import certificate, free_port, request, until
+from link_helpers import request, until
 from scripted_engine import BREAKS_ALL, HANGS, WIDE
+from tests.network import certificate, free_port
 
 from tokenpath.config.launch import (
     LINK_TOKEN_VARIABLE,

@@ -353,7 +353,7 @@ def serving(
         max_running=max_running,
         **(model or {}),
     )
-    router, metrics = Router([model]), Metrics()
+    router, metrics = Router([model]), Metrics(gateway.get("metrics_tenants", ()))
     app = create_app(
         spec=make_spec(limits, **gateway),
         router=router,

@@ -87,3 +87,31 @@ async def test_a_scrape_asks_the_replica_and_falls_back_to_its_last_report():
     replica.last_stats = ReplicaStats(requests_running=5)
     await collector.refresh(timeout_s=0.01)
     assert value(metrics, "tokenpath_requests_running", model="m", replica="0") == 5
+
+
+def test_totals_by_position_are_summed_over_cores_and_replicas():
+    """A core that slept and woke, and a replica that came back; drafts of different lengths."""
+    slept = ReplicaStats(drafted_tokens_total=[5, 2], accepted_tokens_total=[4, 0], steps_total=9)
+    woken = ReplicaStats(drafted_tokens_total=[1, 1, 1], accepted_tokens_total=[1, 0, 0])
+    together = woken.after(slept)
+    assert together.drafted_tokens_total == [6, 3, 1]
+    assert together.accepted_tokens_total == [5, 0, 0]
+    assert ReplicaStats().after(slept) == slept
+
+    class Place:
+        state = ReplicaState.READY
+        last_stats = together
+
+    place = Place()
+    metrics = Metrics()
+    metrics.registry.register(ReplicaMetrics(lambda: {"m": [place]}))
+
+    def drafted(position):
+        name = "tokenpath_drafted_tokens_total"
+        return value(metrics, name, model="m", replica="0", position=str(position))
+
+    assert [drafted(n) for n in (1, 2, 3)] == [6, 3, 1]
+    place.last_stats = ReplicaStats(drafted_tokens_total=[2])
+    assert [drafted(n) for n in (1, 2, 3)] == [8, 3, 1]
+    place.last_stats = ReplicaStats(drafted_tokens_total=[3, 1])
+    assert [drafted(n) for n in (1, 2, 3)] == [9, 4, 1]

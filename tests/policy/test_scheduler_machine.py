@@ -4,7 +4,8 @@ The machine plays the engine: it "computes" each planned chunk by writing, for e
 its KV depends on (cache key and all tokens up to it) into the block's slot, and checks that every
 slot a chunk relies on holds exactly that. Block hashes are cut to one bit or none, so that collisions are
 the rule. The sampled token is a function of the tokens so far, so the output of every sequence is
-known in advance, whatever is preempted on the way.
+known in advance, whatever is preempted on the way. Time is the machine's own: it moves when it is
+told to, and steps take as long as it likes.
 """
 
 import random
@@ -14,9 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tokenpath.policy.fairness import Fairness
 from tokenpath.policy.prefix import block_hash
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
 from tokenpath.policy.sequence import StepPlan
+from tokenpath.policy.step_budget import StepBudget
 from tokenpath.protocol.errors import ContextLengthError
 
 BLOCK = 2
@@ -70,8 +73,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         bits=st.sampled_from([0, 1, 64]),
         most=st.integers(0, 5),
         seed=st.integers(0, 99),
+        fairness=st.builds(
+            Fairness,
+            by_tokens=st.booleans(),
+            weights=st.sampled_from([{}, {"a": 3.0}]),
+            priorities=st.sampled_from(["shared", "own"]),
+            priority_ageing_s=st.sampled_from([None, 1.0]),
+            tenant_max_running=st.none() | st.integers(1, 3),
+            tenant_max_blocks=st.none() | st.integers(1, 12),
+        ),
+        target_s=st.sampled_from([None, 1e-6, 0.02, 10.0]),
     )
-    def start(self, blocks, budget, running, prefix_cache, bits, most, seed):
+    def start(self, blocks, budget, running, prefix_cache, bits, most, seed, fairness, target_s):
+        self.now = 0.0
+        self.step_budget = None if target_s is None else StepBudget(target_s)
         self.slots = {}
         self.live = {}
         self.ids = 0
@@ -83,7 +98,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_blocks=blocks,
                 max_context_tokens=1000,
                 prefix_cache=prefix_cache,
+                fairness=fairness,
             ),
+            step_budget=self.step_budget,
             hasher=lambda parent, tokens: block_hash(parent, tokens) % (1 << bits),
             tiers=self.tiers(),
             drafts=Guesses(most, seed) if most else None,
@@ -103,8 +120,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 8),
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "other"]),
+        tenant=st.sampled_from(["", "a", "b"]),
     )
-    def add(self, prompt, max_tokens, priority, salt):
+    def add(self, prompt, max_tokens, priority, salt, tenant):
         name = f"r{self.ids}"
         self.ids += 1
         fits = len(prompt) + max_tokens <= self.scheduler.capacity_tokens
@@ -113,14 +131,28 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.add(name, prompt, max_tokens=max_tokens)
             return
         self.scheduler.add(
-            name, prompt, max_tokens=max_tokens, priority=priority, cache_key=(salt, "")
+            name,
+            prompt,
+            max_tokens=max_tokens,
+            priority=priority,
+            cache_key=(salt, ""),
+            tenant=tenant,
+            now=self.now,
         )
         self.live[name] = prompt, max_tokens
 
-    @rule(data=st.data(), failing=st.booleans())
+    @rule(seconds=st.floats(0, 5))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule(data=st.data(), failing=st.booleans(), seconds=st.sampled_from([0.0, 0.001, 1.0]))
     @precondition(lambda self: self.live)
-    def step(self, data, failing):
-        plan = self.scheduler.plan()
+    def step(self, data, failing, seconds=0.001):
+        plan = self.scheduler.plan(self.now)
+        self.now += seconds
+        if self.step_budget is not None:
+            self.step_budget.observe(plan, seconds * plan.tokens)
+        self.caps_hold(plan)
         assert plan.chunks or self.waits(), "live sequences, but nothing planned"
         assert plan.tokens <= self.scheduler.config.max_step_tokens
         for chunk in plan.chunks:
@@ -139,6 +171,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.output_tokens == max_tokens:
                 assert self.scheduler.finish(name)
                 del self.live[name]
+
+    def caps_hold(self, plan):
+        """No tenant has more than its caps, but for a sequence that it runs alone."""
+        fairness = self.scheduler.config.fairness
+        planned = {c.sequence.tenant: [] for c in plan.chunks}
+        for name in self.live:
+            sequence = self.scheduler.get(name)
+            if sequence.blocks or name in {c.sequence.request_id for c in plan.chunks}:
+                planned.setdefault(sequence.tenant, []).append(sequence)
+        for mine in planned.values():
+            if len(mine) < 2:
+                continue
+            assert len(mine) <= (fairness.tenant_max_running or 100)
+            held = set().union(*(s.blocks for s in mine))
+            assert len(held) <= (fairness.tenant_max_blocks or 1000)
 
     def compute(self, chunk):
         sequence = chunk.sequence

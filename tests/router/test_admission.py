@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +66,41 @@ def test_refusals_say_why_and_when_to_come_back():
     assert refusal is not None
     assert "3 requests would wait, and 2 may" in refusal.reason
     assert refusal.retry_after_s > 0
+
+
+def test_one_tenant_cannot_fill_the_queue_and_others_are_not_refused():
+    limits = QueueLimits(requests=10, tokens=1_000, tenant_share=0.5)
+
+    def judged(load: Load, tokens: int = 1):
+        return admit(load, limits, sequences=1, prompt_tokens=tokens, has_tenant=True)
+
+    greedy = Load(slots=4, running=4, waiting=5, in_flight=9, tenant_in_flight=9)
+    refusal = judged(greedy)
+    assert refusal is not None
+    assert "This API key's part" in refusal.reason
+    assert "up to 6 of its requests would wait, and 5 may" in refusal.reason
+    assert admit(greedy, limits, sequences=1, prompt_tokens=1) is None, "without keys: no bound"
+    other = Load(slots=4, running=4, waiting=5, in_flight=9, tenant_in_flight=2)
+    assert judged(other) is None
+    long = Load(
+        slots=4, running=4, waiting=1, waiting_tokens=450, in_flight=5, tenant_in_flight=5,
+        tenant_tokens=460,
+    )  # fmt: skip
+    assert judged(long, 50) is None
+    assert "prompt tokens" in judged(long, 51).reason
+    newcomer = Load(slots=4, running=4, waiting=1, waiting_tokens=450, in_flight=5)
+    assert judged(newcomer, 540) is None, "a first call may be as long as the queue allows"
+
+
+@given(loads, st.integers(1, 20), st.integers(1, 200), st.floats(0.01, 1), st.integers(0, 50))
+def test_a_tenants_share_only_ever_refuses_more(load, sequences, tokens, share, its):
+    load = replace(load, tenant_in_flight=its, tenant_tokens=its)
+    limits = QueueLimits(requests=2, tokens=100, tenant_share=share)
+    call = {"sequences": sequences, "prompt_tokens": tokens}
+    if admit(load, limits, **call) is not None:
+        assert admit(load, limits, **call, has_tenant=True) is not None
+    elif waiting_after(load, sequences) == 0:
+        assert admit(load, limits, **call, has_tenant=True) is None
 
 
 @given(loads, st.integers(1, 20), st.integers(1, 200))

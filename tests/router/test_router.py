@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -15,9 +17,10 @@ from tokenpath.protocol.errors import (
     OverloadedError,
     UnavailableError,
 )
+from tokenpath.protocol.handover import PrefillPeer
 from tokenpath.protocol.replica import RESTING, ReplicaState, ReplicaStats
 from tokenpath.router.router import Router
-from tokenpath.router.served import ServedModel
+from tokenpath.router.served import Handovers, ServedModel
 
 LIMITS = QueueLimits(requests=2, tokens=1_000)
 
@@ -126,15 +129,15 @@ class CountMachine(RuleBasedStateMachine):
         self.router = Router([self.model])
         self.leases: list[list] = []
 
-    @rule(sequences=st.integers(1, 4))
-    def reserve(self, sequences):
+    @rule(sequences=st.integers(1, 4), tenant=st.sampled_from(["", "a", "b"]))
+    def reserve(self, sequences, tenant):
         try:
             lease = self.router.reserve(
-                self.model, LIMITS, sequences=sequences, prompt_tokens=sequences
+                self.model, LIMITS, sequences=sequences, prompt_tokens=sequences, tenant=tenant
             )
         except OverloadedError:
             return
-        self.leases.append([lease, sequences])
+        self.leases.append([lease, sequences, tenant, sequences])
 
     @rule(data=st.data())
     def end_one(self, data):
@@ -159,7 +162,57 @@ class CountMachine(RuleBasedStateMachine):
 
     @invariant()
     def counted(self):
-        assert self.router.in_flight(self.model) == sum(held for _, held in self.leases)
+        assert self.router.in_flight(self.model) == sum(lease[1] for lease in self.leases)
+        posts = self.router._posts[self.model]
+        for tenant in ("", "a", "b"):
+            live = [lease for lease in self.leases if lease[2] == tenant and lease[1]]
+            loads = [post.load(tenant) for post in posts]
+            assert sum(load.tenant_in_flight for load in loads) == sum(held[1] for held in live)
+            assert sum(load.tenant_tokens for load in loads) == sum(held[3] for held in live)
 
 
 TestCount = CountMachine.TestCase
+
+
+class Prefills:
+    def __init__(self, address: str | None) -> None:
+        self.prefills_at = None if address is None else PrefillPeer(address, "s")
+
+
+def test_long_prompts_of_replicas_that_decode_go_to_the_prefiller_with_the_fewest_tokens():
+    handovers = Handovers(
+        takers=frozenset({"r"}),
+        prefillers=[Prefills("one"), Prefills(None), Prefills("two")],
+        min_prompt_tokens=10,
+    )
+    model = dataclasses.replace(model_of(StillReplica(), slots=9), handovers=handovers)
+    router = Router([model])
+
+    def reserve(*prompts):
+        return router.reserve(
+            model, LIMITS, sequences=1, prompt_tokens=sum(prompts), prompts=prompts
+        )
+
+    first, second, third = reserve(50), reserve(20), reserve(30)
+    assert [lease.prefill_at.address for lease in (first, second, third)] == ["one", "two", "two"]
+    assert reserve(10).prefill_at is None
+    first.prefilled()
+    assert reserve(11).prefill_at.address == "one"
+    for lease in (first, second, third):
+        lease.release()
+        lease.prefilled()
+    assert router._errands[model].tokens == [11, 0, 0]
+
+
+def test_other_replicas_compute_their_prompts_themselves():
+    handovers = Handovers(takers=frozenset({"other"}), prefillers=[Prefills("one")])
+    model = dataclasses.replace(model_of(StillReplica()), handovers=handovers)
+    lease = Router([model]).reserve(model, LIMITS, sequences=1, prompt_tokens=99, prompts=[99])
+    assert lease.prefill_at is None
+
+
+def test_a_server_that_only_prefills_says_so():
+    model = dataclasses.replace(model_of(), helpers=[StillReplica()])
+    assert model.ready
+    with pytest.raises(UnavailableError, match="only prefills for other servers"):
+        Router([model]).reserve(model, LIMITS, sequences=1, prompt_tokens=1)

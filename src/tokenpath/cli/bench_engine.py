@@ -72,7 +72,8 @@ def engine(
             metavar="WORK,…",
             help="Measure these: prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
             "structured_SEQUENCES_CONTEXT, tiers_TOKENS, shared_TOKENS, edit_SEQUENCES, "
-            "json_SEQUENCES, prose_SEQUENCES, step_overhead. Default: "
+            "json_SEQUENCES, prose_SEQUENCES, stall_TOKENS, tenants_TOKENS, step_overhead. "
+            "Default: "
             "prefill of 512 and 2048, decode of 1 to 32 with 64 and 1024 tokens of context.",
         ),
     ] = None,
@@ -205,6 +206,7 @@ def settings(
             "max_step_tokens": step_tokens or plain.max_step_tokens,
             "prefix_cache": False,
             "speculation": speculation or {"method": "off"},
+            "target_itl_s": None,
         }
     )
 

@@ -81,6 +81,9 @@ def _opened(
     name = model.name or source.name
     path = resolve(source.text, models_dir=models_dir, progress=progress)
     local = open_servable(path, name=name)
+    draft_model = model.engine.speculation.draft_model
+    if draft_model is not None:
+        resolve(draft_model, models_dir=models_dir, progress=progress)
     say(f"Model {name}: {local.config.architecture}, {memory.parameters(local):,} parameters, "
         f"{local.path}")  # fmt: skip
     return _ready(name, model, local)
@@ -106,6 +109,11 @@ def _check_settings(name: str, model: Model) -> None:
     """Raise ``SpecError`` for what only a model that generates can have."""
     if model.chat_template is not None:
         raise SpecError(f"{name} makes no conversation; leave out its chat_template")
+    if model.hands_over:
+        raise SpecError(
+            f"roles and handovers are for models that generate, which {name} does not; leave out "
+            "its roles and disaggregation"
+        )
     if model.engine.dtype in {"int8", "int4"}:
         raise SpecError(
             f"dtype {model.engine.dtype!r} is for models that generate; {name} is computed in "
@@ -119,6 +127,7 @@ def _choose(spec: Spec, models_dir: Path, say: Callable[[str], None]) -> list[tu
     chosen: list[tuple[Model, Source]] = []
     for model in spec.models:
         dtype = _expected_dtype(model.engine.dtype)
+        replicas = len(model.replicas)
         kv_bytes = model.engine.kv_cache_bytes + model.engine.kv_tiers.host_bytes
         listed = [model.source] if isinstance(model.source, str) else model.source
         source = choice.first_that_fits(
@@ -126,9 +135,10 @@ def _choose(spec: Spec, models_dir: Path, say: Callable[[str], None]) -> list[tu
             models_dir=models_dir,
             dtype=dtype,
             kv_cache_bytes=kv_bytes,
-            available_bytes=available,
+            available_bytes=available // replicas,
         )
-        needed = choice.estimate_bytes(source, models_dir, dtype, kv_bytes)
+        one = choice.estimate_bytes(source, models_dir, dtype, kv_bytes)
+        needed = None if one is None else one * replicas
         _explain(source, listed, needed, available, say)
         available = max(0, available - (needed or 0))
         chosen.append((model, source))

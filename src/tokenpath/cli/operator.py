@@ -35,6 +35,11 @@ MARGIN_S: Final = 30.0
 """On top of the longest life of a request, for one that had hardly begun when its model was
 replaced."""
 
+_ONE_BY_ONE: Final = (
+    "model '{name}' has several replicas or a role, and only a model of one replica that does "
+    "everything can be reloaded; restart the server"
+)
+
 log = logging.getLogger("tokenpath.serve")
 
 
@@ -74,7 +79,9 @@ class Operator:
     def status(self, name: str) -> ModelStatus:
         """See ``gateway.admin``."""
         model = self._router.model(name)
-        replica = self._replica(model)
+        return self._status(model, self._replicas(model)[0])
+
+    def _status(self, model: ServedModel, replica: LocalReplica) -> ModelStatus:
         reload = self._reloads.get(model.name)
         resident = replica.last_stats.resident_bytes
         return ModelStatus(
@@ -92,22 +99,28 @@ class Operator:
         )  # fmt: skip
 
     def every(self) -> list[ModelStatus]:
-        """See ``gateway.admin``."""
-        return [self.status(model.name) for model in self._router.models]
+        """See ``gateway.admin``. A model of several replicas is told of once for each."""
+        return [
+            self._status(model, replica)
+            for model in self._router.models
+            for replica in self._replicas(model)
+        ]
 
     async def sleep(self, name: str, *, grace_s: float, keep_kv: bool) -> None:
         """See ``gateway.admin``."""
-        replica = self._replica(self._router.model(name))
+        replicas = self._replicas(self._router.model(name))
         with self._alone(name, "put to sleep"), _as_conflict(name):
-            await replica.sleep(grace_s, keep_kv=keep_kv)
-            await self._ask(replica)
+            for replica in replicas:
+                await replica.sleep(grace_s, keep_kv=keep_kv)
+                await self._ask(replica)
 
     async def wake(self, name: str) -> None:
         """See ``gateway.admin``."""
-        replica = self._replica(self._router.model(name))
+        replicas = self._replicas(self._router.model(name))
         with self._alone(name, "woken"), _as_conflict(name):
-            await replica.wake()
-            await self._ask(replica)
+            for replica in replicas:
+                await replica.wake()
+                await self._ask(replica)
 
     async def reload(self, name: str) -> None:
         """See ``gateway.admin``. The old version's last requests may run on after this returns."""
@@ -116,12 +129,14 @@ class Operator:
         if before is not None and before.running:
             raise ConflictError(f"model '{name}' is being reloaded already ({before.state})")
         with self._alone(name, "reloaded"), _as_conflict(name):
-            old = self._replica(model)
+            old = self._only_replica(model)
             reload = self._reloads[model.name] = Reload(self._fleet, old)
             made: list[ReadyModel] = []
 
             async def prepare() -> ReplicaPlan:
                 ready = await asyncio.to_thread(self._prepare, model.name)
+                if len(ready.spec.replicas) > 1 or ready.spec.hands_over:
+                    raise ConflictError(_ONE_BY_ONE.format(name=model.name))
                 self._check_room(ready, old)
                 made.append(ready)
                 number = self._versions[model.name] = self._versions.get(model.name, 0) + 1
@@ -142,10 +157,15 @@ class Operator:
             retiring.add_done_callback(self._tasks.discard)
 
     @staticmethod
-    def _replica(model: ServedModel) -> LocalReplica:
-        (replica,) = model.replicas
-        assert isinstance(replica, LocalReplica)
-        return replica
+    def _replicas(model: ServedModel) -> list[LocalReplica]:
+        replicas = [*model.replicas, *model.helpers]
+        return [replica for replica in replicas if isinstance(replica, LocalReplica)]
+
+    def _only_replica(self, model: ServedModel) -> LocalReplica:
+        replicas = self._replicas(model)
+        if len(replicas) > 1 or model.handovers.takers or model.helpers:
+            raise ConflictError(_ONE_BY_ONE.format(name=model.name))
+        return replicas[0]
 
     @staticmethod
     async def _ask(replica: LocalReplica) -> None:

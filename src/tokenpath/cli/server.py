@@ -13,25 +13,23 @@ import contextlib
 import logging
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
 
-from tokenpath.cli import banner, listening
+from tokenpath.cli import banner, listening, places
 from tokenpath.cli.banner import Say
 from tokenpath.cli.deployment import ReadyModel
 from tokenpath.cli.errors import INTERRUPTED
 from tokenpath.cli.operator import Operator
 from tokenpath.config.spec import Spec
-from tokenpath.fleet.local import LocalFleet, LocalReplica, ReplicaPlan
+from tokenpath.fleet.local import LocalFleet, LocalReplica
 from tokenpath.gateway.app import App, create_app
 from tokenpath.gateway.auth import Authenticator
 from tokenpath.observe.metrics import Metrics
-from tokenpath.policy.cpu_shares import Division, Share
+from tokenpath.policy.cpu_shares import Division
 from tokenpath.router.router import Router
-from tokenpath.router.served import ServedModel
 
 KEEP_ALIVE_S = 75
 """Longer than clients and proxies keep an idle connection, so that it is they who close it and no
@@ -78,6 +76,7 @@ class Server:
         """``prepare`` opens a model by its name, as spec and disk have it when it is called."""
         self._spec = spec
         self._models = models
+        self._places = places.places(models)
         self._division = division
         self._prepare = prepare
         self._bound = bound
@@ -92,16 +91,13 @@ class Server:
         Raises the error of an engine that cannot load its model.
         """
         asked = _on_signals()
-        shares = self._division.shares
-        plans = [_replica_plan(*each) for each in zip(self._models, shares, strict=True)]
+        plans = [
+            places.replica_plan(place, share)
+            for place, share in zip(self._places, self._division.shares, strict=True)
+        ]
         metrics = self._metrics()
         fleet = LocalFleet(plans, on_progress=self._progressed, on_happening=metrics.replica_event)
-        created = int(time.time())
-        served = [
-            _served(model, replica, created)
-            for model, replica in zip(self._models, fleet.replicas, strict=True)
-        ]
-        router = Router(served)
+        router = Router(places.served(self._models, _by_id(fleet.replicas)))
         app = create_app(
             spec=self._spec,
             router=router,
@@ -167,16 +163,21 @@ class Server:
 
     def _operator(self, fleet: LocalFleet, router: Router, metrics: Metrics) -> Operator:
         # A new version computes where the old one did: CPUs are divided once, at the start.
-        shares = dict(
-            zip((model.name for model in self._models), self._division.shares, strict=True)
-        )
+        shares = {
+            place.model.name: share
+            for place, share in zip(self._places, self._division.shares, strict=True)
+        }
         return Operator(
             fleet=fleet,
             router=router,
             metrics=metrics,
             prepare=self._prepare,
-            plan=lambda model, replica_id: _replica_plan(model, shares[model.name], replica_id),
-            serve=lambda model, replica: _served(model, replica, int(time.time())),
+            plan=lambda model, replica_id: places.replica_plan(
+                places.only_place(model, replica_id), shares[model.name]
+            ),
+            serve=lambda model, replica: places.served_by(
+                model, [(places.only_place(model, replica.replica_id), replica)]
+            ),
             request_s=self._spec.gateway.limits.request_s,
         )
 
@@ -188,9 +189,10 @@ class Server:
             self._say(f"Loading {replica_id}: {what} …")
 
     def _metrics(self) -> Metrics:
-        metrics = Metrics()
+        metrics = Metrics(self._spec.gateway.metrics_tenants)
         threads = {
-            m.name: s.threads for m, s in zip(self._models, self._division.shares, strict=True)
+            place.replica_id: share.threads
+            for place, share in zip(self._places, self._division.shares, strict=True)
         }
         metrics.cpus_divided(self._division.capacity, threads)
         return metrics
@@ -235,35 +237,8 @@ def _on_signals() -> asyncio.Event:
     return asked
 
 
-def replica_id(model: ReadyModel) -> str:
-    """Of a model's one replica."""
-    return f"{model.name}-0"
-
-
-def _replica_plan(model: ReadyModel, share: Share, identity: str | None = None) -> ReplicaPlan:
-    return ReplicaPlan(
-        replica_id=identity or replica_id(model),
-        name=model.name,
-        model=model.local.path,
-        engine=model.spec.engine.model_copy(update={"threads": share.threads}),
-        cpus=share.cpus,
-    )
-
-
-def _served(model: ReadyModel, replica: LocalReplica, created: int) -> ServedModel:
-    """A model with its one replica."""
-    return ServedModel(
-        name=model.name,
-        created=created,
-        tokenizer=model.tokenizer,
-        template=model.template,
-        dialect=model.dialect,
-        replicas=[replica],
-        max_running=model.spec.engine.max_running,
-        task=model.task,
-        inputs=model.inputs,
-        wakes=model.spec.engine.when_asleep == "wake",
-    )
+def _by_id(replicas: Sequence[LocalReplica]) -> dict[str, LocalReplica]:
+    return {replica.replica_id: replica for replica in replicas}
 
 
 def _http_config(app: App) -> uvicorn.Config:

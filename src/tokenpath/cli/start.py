@@ -16,7 +16,8 @@ import uvloop
 from tokenpath.cli import banner, listening
 from tokenpath.cli.banner import Say
 from tokenpath.cli.deployment import prepare, prepare_again
-from tokenpath.cli.server import Door, Server, replica_id
+from tokenpath.cli.places import places
+from tokenpath.cli.server import Door, Server
 from tokenpath.config.paths import models_dir, state_file
 from tokenpath.config.spec import Gateway, Spec
 from tokenpath.fleet.cpu_division import divided_cpus
@@ -65,7 +66,10 @@ def _start(spec: Spec, again: Callable[[], Spec], *, say: Say, progress: Progres
             cleanup.callback(watcher.stop)
         listening.check_exposure(bound, auth=gateway.auth, ever_created=ever_created)
         models = prepare(spec, models_dir=models_dir(), progress=progress, say=say)
-        threads = {replica_id(model): model.spec.engine.threads for model in models}
+        threads = {
+            place.replica_id: place.settings.threads or place.model.spec.engine.threads
+            for place in places(models)
+        }
         server = Server(
             spec=spec,
             models=models,

@@ -15,11 +15,14 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tokenpath.config.replicas import Disaggregation
 from tokenpath.config.spec import EngineSettings
+from tokenpath.policy.handover import Role
 from tokenpath.protocol.errors import SpecError
 
 MAX_PORT: Final = 65535
 LINK_TOKEN_VARIABLE: Final = "TOKENPATH_LINK_TOKEN"  # noqa: S105 - a name, not a secret
+HANDOVER_SECRET_VARIABLE: Final = "TOKENPATH_HANDOVER_SECRET"  # noqa: S105 - a name, not a secret
 
 EXIT_OK: Final = 0
 EXIT_BROKEN: Final = 70
@@ -126,6 +129,33 @@ def _load(context: ssl.SSLContext, cert: Path | None, key: Path | None, ca: Path
         raise SpecError(f"the link's TLS files ({names}) cannot be used: {error}") from error
 
 
+class HandoverLaunch(BaseModel):
+    """What a replica needs to know to prefill for others, or to let others prefill for it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    role: Role
+    """``both``: it prefills for others and asks nobody."""
+    listen: list[str] = []
+    """Where it takes orders, if it prefills for others: ``unix:PATH`` or ``tcp:HOST:PORT``."""
+    settings: Disaggregation = Disaggregation()
+    """The spec's own; its files are named as this process finds them."""
+
+    def server_tls(self) -> ssl.SSLContext | None:
+        """Of whoever takes orders. Raises ``SpecError``."""
+        tls = self.settings.tls
+        if tls is None:
+            return None
+        return ServerTls(cert=Path(tls.cert), key=Path(tls.key), client_ca=Path(tls.ca)).context()
+
+    def client_tls(self) -> ssl.SSLContext | None:
+        """Of whoever orders. Raises ``SpecError``."""
+        tls = self.settings.tls
+        if tls is None:
+            return None
+        return ClientTls(ca=Path(tls.ca), cert=Path(tls.cert), key=Path(tls.key)).context()
+
+
 class EngineLaunch(BaseModel):
     """Everything one engine process needs to know, but the secret."""
 
@@ -139,6 +169,8 @@ class EngineLaunch(BaseModel):
     """Where gateways connect: ``unix:PATH`` or ``tcp:HOST:PORT``."""
     engine: EngineSettings = EngineSettings()
     """The engine's own settings."""
+    handover: HandoverLaunch | None = None
+    """None: it has no part in handovers."""
     cpus: list[int] | None = None
     """Run on these CPUs only. None: wherever the process may."""
     tls: ServerTls | None = None

@@ -57,6 +57,10 @@ def _inner_group(
     field: Mapping[str, Any], schema: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any] | None, bool]:
     """The group that a field holds, and whether it holds a list of them."""
+    options = [option for option in field.get("anyOf", [field]) if option.get("type") != "null"]
+    if len(options) > 1:
+        return None, False
+    (field,) = options
     is_list = field.get("type") == "array"
     reference = (field["items"] if is_list else field).get("$ref")
     if reference is None:
@@ -74,6 +78,8 @@ def _table(group: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> st
             child = f"{child}[]" if is_list else child
             kind = f"{'list of groups' if is_list else 'group'}, see [`{child}`](#{_anchor(child)})"
             default = "required" if name in required else ""
+            if "anyOf" in field:
+                default = "`null`"
         else:
             kind = _type(field)
             default = "required" if name in required else f"`{_value(field.get('default'))}`"
@@ -97,6 +103,8 @@ def _type(field: Mapping[str, Any]) -> str:
         return " or ".join(f"`{_value(value)}`" for value in field["enum"])
     if field["type"] == "array":
         return f"list of {_type(field['items'])}"
+    if field["type"] == "object":
+        return f"names, each with a {_type(field['additionalProperties'])}"
     words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "boolean"}
     return words[field["type"]] + _bounds(field)
 

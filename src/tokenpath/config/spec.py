@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tokenpath.config.replicas import Disaggregation, ReplicaSettings
+from tokenpath.policy.handover import gives, without_partner
+
 ToolParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "gemma", "template"]
 ReasoningParser = Literal["auto", "none", "think", "mistral"]
 
@@ -44,6 +47,10 @@ class Limits(_Strict):
     """Requests waiting in the engine beyond those running; more get 429. About four batches."""
     queued_tokens: Annotated[int, Field(gt=0)] = 500_000
     """Prompt tokens waiting in the engine; more get 429. Some minutes of prefill on a small CPU."""
+    tenant_queue_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Of the queue's requests and tokens, most that one API key's name may have; more get 429, and
+    others do not. Half leaves room for others, however much one sends. Without keys there is
+    nobody to keep it for, and no bound."""
     choices: Annotated[int, Field(gt=0)] = 16
     """Largest ``n``; each choice takes a place in the batch."""
     stop_strings: Annotated[int, Field(gt=0)] = 16
@@ -78,6 +85,9 @@ class Gateway(_Strict):
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     """How long running requests may finish after SIGTERM. Kubernetes' own default."""
     limits: Limits = Limits()
+    metrics_tenants: Annotated[list[str], Field(max_length=100)] = []
+    """API keys' names that have series of their own in the metrics of tenants; all others are
+    counted together, because every name costs the collector's memory."""
 
 
 class KvTierSettings(_Strict):
@@ -117,14 +127,61 @@ class SpeculationSettings(_Strict):
     The output stays what it would be without, token for token; only its speed changes.
     """
 
-    method: Literal["auto", "off", "ngram"] = "auto"
+    method: Literal["auto", "off", "ngram", "draft"] = "auto"
     """Where guesses come from. ``ngram``: the sequence's own text, where it repeats itself, and
-    what a grammar leaves no choice about. ``auto`` is ``ngram``: guesses are computed only where
-    they promise more tokens a second, by what became of earlier ones and what the steps took, so
-    that it costs next to nothing where nothing repeats."""
+    what a grammar leaves no choice about. ``draft``: from ``draft_model`` as well, where that is
+    likelier to be right. ``auto`` is ``draft`` where there is a draft model, else ``ngram``:
+    guesses are computed only where they promise more tokens a second, by what became of earlier
+    ones and what the steps took, so that it costs next to nothing where nothing repeats."""
     draft_tokens: Annotated[int, Field(gt=0, le=64)] = 16
     """Longest draft of one sequence in one step. Copied text is confirmed for as long as it goes
     on; more than 16 gains little, since by then the rows cost as much as the tokens they save."""
+    draft_model: Annotated[str, Field(min_length=1)] | None = None
+    """A smaller model of the same vocabulary, named like a model's ``source``. None, because only
+    some models have one that is small enough: it pays from about a tenth of the size."""
+    draft_kv_cache_tokens: Annotated[int, Field(gt=0)] | None = None
+    """Tokens that the draft model's own KV pool can hold. None: as many as the model's pool, so
+    that every running sequence can be drafted for; a token takes a fraction of the memory there."""
+
+    @model_validator(mode="after")
+    def _draft_model_is_used(self) -> SpeculationSettings:
+        if self.method == "draft" and self.draft_model is None:
+            raise ValueError("method 'draft' needs a draft_model")
+        if self.draft_model is not None and self.method in {"off", "ngram"}:
+            raise ValueError(
+                f"draft_model is not used by method {self.method!r}; leave it out, or use 'draft'"
+            )
+        if self.draft_kv_cache_tokens is not None and self.draft_model is None:
+            raise ValueError("draft_kv_cache_tokens needs a draft_model")
+        return self
+
+
+class FairnessSettings(_Strict):
+    """How an engine is shared when it has more to do than it can.
+
+    A tenant is an API key's name: keys of one name are one tenant. On a server without keys
+    everybody is the same tenant, and all of this but ageing and the caps has no effect.
+    """
+
+    by_tokens: bool = True
+    """Whether the tenant that was served the fewest tokens goes next, among requests of one
+    priority. Otherwise the oldest request does, and whoever sends ten times as many is served ten
+    times as much."""
+    weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+    """Tenants that get more than others or less: with 2, twice as many tokens. Others have 1."""
+    priorities: Literal["shared", "own"] = "shared"
+    """``shared``: a request of a more urgent priority goes before everybody's. ``own``: only before
+    its own tenant's, so that nobody gets ahead of others by asking for it."""
+    priority_ageing_s: Annotated[float, Field(gt=0)] | None = 30.0
+    """A waiting request gains one step of priority every so often, up to that of the most urgent
+    that waits: low priorities are late, not never. Half a minute is what people wait for an answer
+    that they were told is not urgent. None: off."""
+    tenant_max_running: Annotated[int, Field(gt=0)] | None = None
+    """Most sequences of one tenant in the batch. None: as many as there is room for, which no one
+    else is using."""
+    tenant_kv_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Most of the KV pool that one tenant's running sequences may hold; a single one may always
+    go on. None: all of it."""
 
 
 class EngineSettings(_Strict):
@@ -166,10 +223,23 @@ class EngineSettings(_Strict):
     max_context_tokens: Annotated[int, Field(gt=0)] | None = None
     """Cap on prompt and output together. None: the model's own context, or the pool if smaller."""
     max_step_tokens: Annotated[int, Field(gt=0)] = 512
-    """Token budget of one engine step, prefill and decode together: the bound on how long a
-    decoding stream waits for another's prefill."""
+    """Token budget of one engine step, prefill and decode together: a bound on memory, and on how
+    long a new request waits for the step that runs."""
+    target_itl_s: Annotated[float, Field(gt=0)] | None = 0.25
+    """Longest time between two tokens of a stream (the inter-token latency) that others' prompts
+    may cause: while anything decodes, a step computes only as much of the prompts as fits, by the
+    steps measured so far, and at least 16 tokens. A quarter of a second is still faster than people
+    read. Shorter: smoother streams, and long prompts take longer beside them. None: no bound but
+    ``max_step_tokens``."""
     max_running: Annotated[int, Field(gt=0)] = 64
     """Sequences in one batch. Beyond it decoding on CPU gains nothing."""
+    max_waiting: Annotated[int, Field(gt=0)] = 4096
+    """Sequences in the engine's own queue; more get 429. It bounds memory: what a gateway lets
+    wait is ``limits.queued_requests``, and several gateways may share an engine."""
+    max_session_s: Annotated[float, Field(gt=0)] | None = None
+    """Longest life of one request in this engine, from its arrival; then it gets a 504. None: as
+    long as the request's own timeout, which is ``limits.request_s`` from our gateway."""
+    fairness: FairnessSettings = FairnessSettings()
     prefix_cache: bool = True
     """Reuse the KV of equal prompt beginnings."""
     kv_tiers: KvTierSettings = KvTierSettings()
@@ -229,6 +299,44 @@ class Model(_Strict):
     """How the model marks its reasoning, which is then sent as ``reasoning_content``: ``<think>``
     or ``[THINK]``. ``auto``: by the chat template. ``none``: it stays in the text."""
     engine: EngineSettings = EngineSettings()
+    replicas: Annotated[list[ReplicaSettings], Field(min_length=1, max_length=64)] = [
+        ReplicaSettings()
+    ]
+    """The processes that serve the model on this machine. One by default: it uses all cores."""
+    disaggregation: Disaggregation = Disaggregation()
+
+    @model_validator(mode="after")
+    def _roles_have_partners(self) -> Model:
+        roles = [replica.role for replica in self.replicas]
+        handover = self.disaggregation
+        reason = without_partner(
+            roles, peers=bool(handover.peers), listens=handover.listen is not None
+        )
+        if reason is not None:
+            raise ValueError(reason)
+        if handover.listen is not None and sum(map(gives, roles)) > 1:
+            raise ValueError(
+                "disaggregation.listen is one port, but several replicas of this model prefill; "
+                "give the model one of role 'prefill' or 'both'"
+            )
+        if self.hands_over and not self.engine.prefix_cache:
+            raise ValueError(
+                "what is handed over joins the prefix cache, but engine.prefix_cache is off; turn "
+                "it on or leave the roles out"
+            )
+        if self.hands_over and self.engine.task not in {"auto", "generate"}:
+            raise ValueError(
+                f"roles are for models that generate, and engine.task is {self.engine.task!r}; "
+                "leave the roles out"
+            )
+        return self
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether any replica takes part in handovers."""
+        return self.disaggregation.listen is not None or any(
+            replica.role != "both" for replica in self.replicas
+        )
 
     @field_validator("name")
     @classmethod

@@ -23,6 +23,7 @@ import uvloop
 
 from tokenpath.config.launch import (
     EXIT_OK,
+    HANDOVER_SECRET_VARIABLE,
     LINK_TOKEN_VARIABLE,
     EngineLaunch,
     TcpAddress,
@@ -47,7 +48,9 @@ def main(argv: list[str]) -> int:
         if importlib.util.find_spec("torch") is None:
             raise SpecError("the native engine needs torch: pip install 'tokenpath[engine]'")
         launch = read_launch(argv)
-        return run(launch, os.environ.pop(LINK_TOKEN_VARIABLE, ""), native(launch))
+        token = os.environ.pop(LINK_TOKEN_VARIABLE, "")
+        secret = os.environ.pop(HANDOVER_SECRET_VARIABLE, "")
+        return run(launch, token, native(launch, handover_secret=secret))
     except TokenpathError as error:
         print(f"ERROR tokenpath.engine: {error.message}", file=sys.stderr, flush=True)  # noqa: T201 - logging may not be set up
         return error.exit_code
@@ -69,7 +72,7 @@ def read_launch(argv: list[str]) -> EngineLaunch:
         raise SpecError(f"the launch order is wrong at '{where}': {first['msg']}") from error
 
 
-def native(launch: EngineLaunch) -> Load:
+def native(launch: EngineLaunch, *, handover_secret: str = "") -> Load:
     """Loads the real engine. Nothing of torch is imported before it is called."""
 
     def load(progress: Progress) -> Core:
@@ -82,12 +85,16 @@ def native(launch: EngineLaunch) -> Load:
         model = open_servable(launch.model, name=launch.name)
         generates = settle_task(model, launch.engine.task) == "generate"
         if generates and isinstance(model, LocalModel):
+            if launch.handover is not None and launch.handover.listen and not handover_secret:
+                raise SpecError(f"handovers need a secret in {HANDOVER_SECRET_VARIABLE}")
             return build_engine(
                 model,
                 launch.engine,
                 name=launch.name,
                 progress=progress,
                 warm=launch.engine.warm_up,
+                handover=launch.handover,
+                handover_secret=handover_secret,
             )
         return build_pooling_engine(
             model, launch.engine, name=launch.name, progress=progress, warm=launch.engine.warm_up

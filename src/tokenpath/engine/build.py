@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from tokenpath.config.spec import EngineSettings
+from tokenpath.config.launch import HandoverLaunch
+from tokenpath.config.spec import EngineSettings, FairnessSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import default_threads
+from tokenpath.engine.draft_build import open_draft
 from tokenpath.engine.grammar.compiler import GrammarCompiler
 from tokenpath.engine.grammar.forms import LiveForms
 from tokenpath.engine.kernels.native_module import chosen_kernels
@@ -31,14 +33,19 @@ from tokenpath.models.detokenizer import IncrementalDetokenizer
 from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.tokenizer import Tokenizer
+from tokenpath.policy.fairness import Fairness
+from tokenpath.policy.handover import gives
 from tokenpath.policy.lookup import LookupDrafter
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
-from tokenpath.policy.speculator import Speculator
+from tokenpath.policy.speculator import Drafter, Speculator
+from tokenpath.policy.step_budget import StepBudget
 from tokenpath.protocol.errors import ModelError, SpecError
 from tokenpath.protocol.replica import ModelCard
 
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.vocabulary import Vocabulary
+    from tokenpath.engine.handover.arrivals import Arrivals
+    from tokenpath.engine.handover.giving import Giver
     from tokenpath.engine.kv_tiers.tiers import KvTiers
 
 Progress = Callable[[str, float], None]
@@ -59,12 +66,15 @@ def build_engine(
     available_bytes: Callable[[], int] = memory.available_bytes,
     around: Around | None = None,
     warm: bool = False,
+    handover: HandoverLaunch | None = None,
+    handover_secret: str = "",
 ) -> EngineCore:
     """Load a model and put an engine around it; takes seconds.
 
     With ``warm`` it has computed before: what only the first request would wait for is done.
     Sets torch's number of threads for the whole process: to one, where the native kernels have
-    threads of their own.
+    threads of their own. ``handover`` says what the replica hands over or is handed, and
+    ``handover_secret`` what others must know who order from it.
 
     Raises:
         ModelError: the weights alone do not fit in memory, or the model cannot be loaded (one of
@@ -86,7 +96,7 @@ def build_engine(
         parts=settings.tensor_parallel,
         stages=settings.pipeline_parallel,
     )
-    refuse_undivided(settings, device)
+    refuse_undivided(settings, device, hands_over=handover is not None)
     torch.set_num_threads(settings.threads or default_threads())
     context = min(model.config.max_context_tokens, settings.max_context_tokens or 1 << 62)
     num_blocks = kv_blocks_for(
@@ -98,8 +108,10 @@ def build_engine(
         max_context_tokens=None if settings.max_context_tokens is None else context,
     )
     block_bytes = settings.block_tokens * model.config.kv_bytes_per_token(kv_dtype)
+    draft = open_draft(settings, tokens=num_blocks * settings.block_tokens, settle=dtype_for)
     if device.type == "cpu":
-        _check_memory(model, held, settings, num_blocks, block_bytes, available_bytes())
+        beside = 0 if draft is None else draft.needed_bytes
+        _check_memory(model, held, settings, num_blocks, block_bytes, available_bytes() - beside)
     if progress is not None:
         progress("reading the tokenizer", 0.0)
     crew = None
@@ -130,10 +142,26 @@ def build_engine(
                 progress=progress,
             )
         tokenizer = tokenizer_made.result()
+    forms = LiveForms(tokenizer)
+    speculator = None
+    if settings.speculation.method != "off":
+        drafters: list[Drafter] = [LookupDrafter()]
+        if draft is not None:
+            drafters.append(draft.load(tokenizer, model.config))
+        speculator = Speculator(
+            drafters, most_tokens=settings.speculation.draft_tokens, forms=forms
+        )
     if runner.kernels != "torch":
         # The sampler is what is left for torch. Threads of its own would spin for a while after
-        # each call, on the CPUs that the native program's threads compute on.
+        # each call, on the CPUs that the native program's threads compute on. The draft
+        # model is loaded by now, with as many threads as torch had.
         torch.set_num_threads(1)
+    tiers = _tiers(settings, runner, model, name=name, dtype=held)
+    arrivals, giver = None, None
+    if handover is not None:
+        arrivals, giver = _handovers(
+            handover, handover_secret, settings, runner, model, tiers, name=name, dtype=held
+        )
     config = SchedulerConfig(
         max_step_tokens=settings.max_step_tokens,
         max_running=settings.max_running,
@@ -141,11 +169,17 @@ def build_engine(
         num_blocks=num_blocks,
         max_context_tokens=context,
         prefix_cache=settings.prefix_cache,
+        max_waiting=settings.max_waiting,
+        fairness=fairness(settings.fairness, num_blocks),
     )
-    tiers = _tiers(settings, runner, model, name=name, dtype=held)
-    forms = LiveForms(tokenizer)
-    speculator = _speculator(settings, forms)
-    scheduler = Scheduler(config, tiers=tiers, drafts=speculator, run=secrets.token_bytes(16))
+    step_budget = None if settings.target_itl_s is None else StepBudget(settings.target_itl_s)
+    scheduler = Scheduler(
+        config,
+        tiers=arrivals or tiers,
+        drafts=speculator,
+        run=secrets.token_bytes(16),
+        step_budget=step_budget,
+    )
     card = ModelCard(
         name=name,
         architecture=model.config.architecture,
@@ -183,11 +217,27 @@ def build_engine(
         runner if around is None else around(runner),
         scheduler,
         grammars=_grammars(vocabulary, settings),
-        tiers=tiers,
+        tiers=arrivals or tiers,
+        giver=giver,
         crew=crew,
         speculator=speculator,
         forms=forms,
+        step_budget=step_budget,
+        max_session_s=settings.max_session_s,
         resident_bytes=lambda: int(process.memory_info().rss),
+    )
+
+
+def fairness(settings: FairnessSettings, num_blocks: int) -> Fairness:
+    """The spec's words on sharing, for a pool of so many blocks."""
+    share = settings.tenant_kv_share
+    return Fairness(
+        by_tokens=settings.by_tokens,
+        weights=settings.weights,
+        priorities=settings.priorities,
+        priority_ageing_s=settings.priority_ageing_s,
+        tenant_max_running=settings.tenant_max_running,
+        tenant_max_blocks=None if share is None else max(1, int(num_blocks * share)),
     )
 
 
@@ -213,11 +263,42 @@ def _tiers(
     )
 
 
-def _speculator(settings: EngineSettings, forms: LiveForms) -> Speculator | None:
-    speculation = settings.speculation
-    if speculation.method == "off":
-        return None
-    return Speculator(LookupDrafter(), most_tokens=speculation.draft_tokens, forms=forms)
+def _handovers(
+    launch: HandoverLaunch,
+    secret: str,
+    settings: EngineSettings,
+    runner: ModelRunner,
+    model: LocalModel,
+    tiers: KvTiers | None,
+    *,
+    name: str,
+    dtype: str,
+) -> tuple[Arrivals | None, Giver | None]:
+    """What a replica's role makes it take, or give."""
+    from tokenpath.engine.handover import build as ends  # noqa: PLC0415 - only if asked for
+
+    copier, size = runner.copier(), settings.block_tokens
+    fingerprint = ends.shared_fingerprint(model, copier, dtype=dtype)
+    arrivals, giver = None, None
+    if launch.role == "decode":
+        arrivals = ends.make_arrivals(
+            launch,
+            copier,
+            tiers,
+            fingerprint=fingerprint,
+            block_tokens=size,
+            step_bytes=settings.kv_tiers.step_bytes,
+        )
+    if gives(launch.role) and launch.listen:
+        giver = ends.make_giver(
+            launch,
+            copier,
+            fingerprint=fingerprint,
+            block_tokens=size,
+            model=name,
+            secret=secret,
+        )
+    return arrivals, giver
 
 
 def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Callable[[], Vocabulary]:

@@ -28,6 +28,7 @@ import torch
 
 from tokenpath.engine.grammar.compiler import GrammarCompiler
 from tokenpath.engine.grammar.forms import LiveForms
+from tokenpath.engine.handover.arrivals import Arrivals
 from tokenpath.engine.logprobs import TokenBytes
 from tokenpath.engine.output import Detokenizer, End, Output, OutputStream
 from tokenpath.engine.randomness import fresh_seed
@@ -36,9 +37,11 @@ from tokenpath.engine.sampler import Sampled, confirmed, sample
 from tokenpath.engine.sampling_state import SamplingState, states_along
 from tokenpath.engine.stage_clock import StageClock
 from tokenpath.engine.validation import check_request
+from tokenpath.policy.foresight import Foresight
 from tokenpath.policy.scheduler import Scheduler
 from tokenpath.policy.sequence import Chunk, Sequence, SequenceState, StepPlan
 from tokenpath.policy.speculator import Speculator
+from tokenpath.policy.step_budget import StepBudget
 from tokenpath.protocol.errors import (
     ContextLengthError,
     DeadlineError,
@@ -63,6 +66,7 @@ from tokenpath.protocol.stages import Stage
 
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.state import CompiledGrammar, GrammarState
+    from tokenpath.engine.handover.giving import Giver, Outgoing
     from tokenpath.engine.kv_tiers.tiers import KvTiers
     from tokenpath.engine.parallel.crew import Crew
 
@@ -102,6 +106,10 @@ class _Live:
     stages: StageClock
     deadline: float
     """On the core's clock; infinite without a timeout."""
+    allowed_s: float
+    """From its arrival to the deadline."""
+    handover: Outgoing | None = None
+    """Where its blocks go, if another replica ordered them."""
 
 
 @dataclass(slots=True)
@@ -128,20 +136,23 @@ class EngineCore:
         eos_ids: Collection[int],
         reducer: Reducer = TORCH,
         grammars: GrammarCompiler | None = None,
-        tiers: KvTiers | None = None,
+        tiers: KvTiers | Arrivals | None = None,
+        giver: Giver | None = None,
         crew: Crew | None = None,
         speculator: Speculator | None = None,
         forms: LiveForms | None = None,
+        step_budget: StepBudget | None = None,
+        max_session_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed_source: Callable[[], int] = fresh_seed,
         resident_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``reducer`` serves the sampler; ``tiers`` and ``speculator`` are those of the scheduler.
+        """``tiers``, ``speculator`` and ``step_budget`` are the scheduler's.
 
-        ``forms`` is the speculator's, which is told of live grammars.
-
-        ``crew`` are the other ranks of a divided model, which end with this core.
-
+        ``reducer`` serves the sampler; ``forms`` is the speculator's and learns of live grammars.
+        ``giver`` takes orders for prompts of other replicas, once somebody starts it. ``crew`` are
+        the other ranks of a divided model, which end with this core. ``max_session_s`` bounds every
+        request's life, whatever its own timeout.
         ``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed.
         """
         self.card = card
@@ -154,9 +165,14 @@ class EngineCore:
         self._reducer = reducer
         self._tiers = tiers
         self._crew = crew
+        self._arrivals = tiers if isinstance(tiers, Arrivals) else None
+        self.giver = giver
         self.speculator = speculator
         """The scheduler's, if it speculates."""
         self._forms = forms
+        self._step_budget = step_budget
+        self._foresight = Foresight()
+        self._max_session_s = math.inf if max_session_s is None else max_session_s
         self._clock = clock
         self._seed_source = seed_source
         self._resident_bytes = resident_bytes
@@ -165,6 +181,7 @@ class EngineCore:
         self._steps_total = 0
         self._step_seconds_total = 0.0
         self._aborts_total = 0
+        self._deadlines_missed_total = 0
 
     def check(self, request: GenerationRequest) -> None:
         """Raise what ``submit`` would raise now, without queueing anything."""
@@ -201,7 +218,7 @@ class EngineCore:
             InvalidRequestError: a parameter is out of its range, or the id is live.
             UnsupportedError: the request is for vectors, which this engine does not make.
             ContextLengthError: the prompt leaves no room for a single token.
-            OverloadedError: too many grammars are being compiled.
+            OverloadedError: the queue is full, or too many grammars are being compiled.
         """
         if isinstance(request, PoolingRequest):
             raise UnsupportedError("this engine generates text; it makes no embeddings or scores")
@@ -233,13 +250,25 @@ class EngineCore:
             max_tokens=max_tokens,
             priority=request.priority,
             cache_key=(request.cache_salt, request.adapter or ""),
+            tenant=request.tenant,
+            now=arrived,
         )
+        handover = None if self.giver is None else self.giver.ordered(request.request_id)
         if self._forms is not None and sampling.grammar is not None:
             self._forms.begin(request.request_id, sampling.grammar)
-        deadline = math.inf if request.timeout_s is None else arrived + request.timeout_s
+        allowed_s = min(request.timeout_s or math.inf, self._max_session_s)
         self._live[request.request_id] = _Live(
-            request, sequence, sampling, output, StageClock(arrived), deadline
+            request,
+            sequence,
+            sampling,
+            output,
+            StageClock(arrived),
+            deadline=arrived + allowed_s,
+            allowed_s=allowed_s,
+            handover=handover,
         )
+        if self._arrivals is not None and request.prefill_at is not None:
+            self._arrivals.expect(request)
 
     def _begin_grammar(
         self, params: SamplingParams, compiled: CompiledGrammar | None
@@ -275,17 +304,24 @@ class EngineCore:
             return []
         started = self._clock()
         events: list[GenerationEvent] = self._expired(started)
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(started)
         planned = self._clock()
         self._enter(plan.preempted, Stage.QUEUE, planned)
+        self._enter_transfer()
         self._enter(plan.admitted, Stage.PREFILL, planned)
         if plan.chunks:
-            events += self._complete(plan, self._compute(plan))
-            self._steps_total += 1
+            computed = self._compute(plan)
+            events += self._complete(plan, computed)
             seconds = self._clock() - started
+            self._steps_total += 1
             self._step_seconds_total += seconds
             if self.speculator is not None:
-                self.speculator.costs.measured(plan.tokens, seconds)
+                # Without planning, in which drafts are made: what those cost is their drafter's.
+                self.speculator.costs.measured(plan.tokens, started + seconds - planned)
+            if len(computed.chunks) == len(plan.chunks):
+                self._foresight.observe(plan, seconds)
+                if self._step_budget is not None:
+                    self._step_budget.observe(plan, seconds)
         if self._tiers is not None:
             if plan.chunks:
                 prefill = sum(chunk.known for chunk in plan.chunks if chunk.known > 1)
@@ -297,22 +333,28 @@ class EngineCore:
     def stats(self) -> ReplicaStats:
         """The engine's state and its running totals."""
         scheduler, grammars, speculator = self._scheduler, self.grammars, self.speculator
+        drafted, accepted = ([], []) if speculator is None else speculator.totals()
         stats = ReplicaStats(
             requests_running=scheduler.running,
             requests_waiting=scheduler.waiting,
             waiting_tokens=scheduler.waiting_tokens,
+            tenants=scheduler.tenants,
             kv_blocks_used=scheduler.blocks_used,
             kv_blocks_cached=scheduler.blocks_cached,
             kv_blocks_total=scheduler.blocks_total,
             prompt_tokens_total=scheduler.prompt_tokens_total,
             cached_prompt_tokens_total=scheduler.cached_prompt_tokens_total,
             generated_tokens_total=self._generated_tokens_total,
-            drafted_tokens_total=[] if speculator is None else [*speculator.drafted_total],
-            accepted_tokens_total=[] if speculator is None else [*speculator.accepted_total],
+            drafted_tokens_total=drafted,
+            accepted_tokens_total=accepted,
             preemptions_total=scheduler.preemptions_total,
             steps_total=self._steps_total,
             step_seconds_total=self._step_seconds_total,
+            prefill_limited_steps_total=(
+                0 if self._step_budget is None else self._step_budget.limited_total
+            ),
             aborts_total=self._aborts_total,
+            deadlines_missed_total=self._deadlines_missed_total,
             resident_bytes=self._resident_bytes(),
             grammars_cached=0 if grammars is None else grammars.cached,
             grammars_compiled_total=0 if grammars is None else grammars.compiled_total,
@@ -321,6 +363,8 @@ class EngineCore:
                 0.0 if grammars is None else grammars.compile_seconds_total
             ),
         )
+        if self.giver is not None:
+            stats = self.giver.report(stats)
         return stats if self._tiers is None else self._tiers.report(stats)
 
     def close(self, *, trusted: bool = True, keep_kv: bool = True) -> None:
@@ -329,6 +373,8 @@ class EngineCore:
         Without ``trusted`` the pool is in doubt, and nothing of it is kept; without ``keep_kv``
         nothing at all.
         """
+        if self.giver is not None:
+            self.giver.close()
         if self._tiers is not None:
             kept = self._scheduler.pool.cached_contents() if trusted and keep_kv else ()
             self._tiers.close(kept, keep=keep_kv)
@@ -356,22 +402,46 @@ class EngineCore:
                 f"{request_id} has sampled, shown and scheduled different numbers of tokens"
             )
             waits = sequence.state is SequenceState.WAITING
-            assert (live.stages.stage is Stage.QUEUE) == waits, (
+            assert (live.stages.stage in {Stage.QUEUE, Stage.KV_TRANSFER}) == waits, (
                 f"{request_id} is timed as {live.stages.stage} but is {sequence.state.value}"
             )
 
     def _expired(self, now: float) -> list[GenerationEvent]:
-        late = [live for live in self._live.values() if live.deadline <= now]
+        """End those whose time is over, and those whose prompt it cannot suffice for."""
         events: list[GenerationEvent] = []
-        for live in late:
-            request = live.request
-            error = DeadlineError(f"the request ran past its {request.timeout_s:g} seconds")
+        for live in tuple(self._live.values()):
+            left_s = live.deadline - now
+            if left_s <= 0:
+                error = DeadlineError(f"the request ran past its {live.allowed_s:g} seconds")
+            elif self._is_hopeless(live, left_s):
+                error = DeadlineError(
+                    f"the request cannot have its first token within its {live.allowed_s:g} "
+                    f"seconds: {left_s:.3g} are left, too few for its prompt"
+                )
+            else:
+                continue
+            self._deadlines_missed_total += 1
             events.append(self._fail(live, error, now))
         return events
+
+    def _is_hopeless(self, live: _Live, left_s: float) -> bool:
+        sequence, least_s = live.sequence, self._foresight.least_s
+        if sequence.output_tokens or least_s(sequence.uncomputed) <= left_s:
+            return False
+        # Only now is it worth to look for what need not be computed.
+        return least_s(self._scheduler.uncached(sequence)) > left_s
 
     def _enter(self, sequences: Iterable[Sequence], stage: Stage, now: float) -> None:
         for sequence in sequences:
             self._live[sequence.request_id].stages.enter(stage, now)
+
+    def _enter_transfer(self) -> None:
+        if self._arrivals is None:
+            return
+        for request_id, since in self._arrivals.begun():
+            live = self._live.get(request_id)
+            if live is not None and live.stages.stage is Stage.QUEUE:
+                live.stages.enter(Stage.KV_TRANSFER, since)
 
     def _compute(self, plan: StepPlan) -> _Computed:
         """Run and sample a plan; if that raises, one chunk after the other."""
@@ -424,6 +494,10 @@ class EngineCore:
         committed = dataclasses.replace(plan, chunks=tuple(computed.chunks))
         tokens = {name: [one.token_id for one in drawn] for name, drawn in computed.sampled}
         self._scheduler.commit(committed, tokens)
+        for chunk in committed.chunks:
+            live = self._live[chunk.sequence.request_id]
+            if live.handover is not None:
+                live.handover.computed(chunk.sequence.blocks, chunk.sequence.computed)
         if self.speculator is not None:
             for chunk in computed.chunks:
                 name = chunk.sequence.request_id
@@ -468,6 +542,8 @@ class EngineCore:
         return live.output.push(drawn.token_id, drawn.scores, last=last)
 
     def _finish(self, live: _Live, end: End, now: float) -> Finish:
+        if live.handover is not None:
+            live.handover.ended("its prompt was not computed to the end")
         self._release(live)
         return Finish(
             reason=end.reason,
@@ -477,6 +553,8 @@ class EngineCore:
         )
 
     def _fail(self, live: _Live, error: TokenpathError, now: float) -> Failed:
+        if live.handover is not None:
+            live.handover.ended(error.message)
         self._release(live)
         return Failed(
             live.request.request_id,
@@ -488,6 +566,8 @@ class EngineCore:
     def _release(self, live: _Live) -> None:
         request_id = live.request.request_id
         self._scheduler.finish(request_id)
+        if self._arrivals is not None:
+            self._arrivals.forget(request_id)
         if self._forms is not None:
             self._forms.forget(request_id)
         if self.speculator is not None:

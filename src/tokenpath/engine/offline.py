@@ -85,6 +85,8 @@ class Engine:
             ModelError: the model cannot be had, read or held in memory (one of its leaves).
             SpecError: a setting is wrong, or does not fit the machine.
         """
+        # A batch has no reader who would notice a gap; without the bound it is done sooner.
+        settings = {"target_itl_s": None} | settings
         engine_settings = _settings(
             dtype=dtype,
             device=device,
@@ -96,6 +98,9 @@ class Engine:
         pull_progress = terminal_progress() if progress else SilentProgress()
         local = open_model(resolve(str(model), models_dir=models_dir(), progress=pull_progress))
         name = parse_source(str(model)).name
+        draft_model = engine_settings.speculation.draft_model
+        if draft_model is not None:
+            resolve(draft_model, models_dir=models_dir(), progress=pull_progress)
         self.tokenizer: Tokenizer = local.tokenizer()
         self._template: ChatTemplate | None = (
             read_chat_template(Path(chat_template)) if chat_template else local.chat_template()

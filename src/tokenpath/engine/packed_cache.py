@@ -207,18 +207,19 @@ class PackedCache:
             path.unlink(missing_ok=True)
 
 
-def identity_of(model: LocalModel, form: str, layout: int) -> str:
+def identity_of(model: LocalModel, form: str, layout: int, *, by_time: bool = True) -> str:
     """Names the weights of a checkpoint in one packed form, wherever it lies.
 
     Files are known by size, time of change, and samples of every tensor: a time alone may be that
     of an archive, the same for all that was ever in it, and a fine-tuned model has the size of the
-    one that it came from. Reading all of it would take as long as the load. Raises ``OSError``.
+    one that it came from. Reading all of it would take as long as the load. ``by_time`` is left out
+    where copies of the files on other machines are to have the same name. Raises ``OSError``.
     """
     known = hashlib.sha256(repr((form, layout, model.config)).encode())
     tensors = sorted(model.tensors.items())
     for file in sorted({part.file for _, tensor in tensors for part in tensor.parts}):
         stat = file.stat()
-        known.update(repr((stat.st_size, stat.st_mtime_ns)).encode())
+        known.update(repr((stat.st_size, stat.st_mtime_ns if by_time else 0)).encode())
     with contextlib.ExitStack() as files:
         opened = {}
         for name, tensor in tensors:

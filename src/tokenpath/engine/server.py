@@ -190,6 +190,8 @@ class EngineServer:
         """Refuse new requests, let the running ones finish, abort the rest; how many those were."""
         resting = self._rest.state in RESTING
         self._rest.drain()
+        if self._worker.giver is not None:
+            self._worker.giver.refuse()
         if resting:  # What waits for a wake would wait for all of it.
             self._fail_live(DrainingError("the replica is shutting down"))
         if await self._idle_within(grace_s):
@@ -220,6 +222,8 @@ class EngineServer:
         self._rest.progressed(what, fraction)
 
     def loaded(self, card: ModelCard) -> None:
+        if self._worker.giver is not None:
+            self._worker.giver.start(_Desk(self._worker))
         self._rest.loaded(card)
 
     def load_failed(self, error: TokenpathError) -> None:
@@ -520,6 +524,19 @@ class _ToLoop:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop has closed: the process is ending, nobody listens
             log.debug("dropped a report of the engine after the end")
+
+
+class _Desk:
+    """Where orders for handovers are queued. Their events are nobody's here, and dropped."""
+
+    def __init__(self, worker: work.Worker) -> None:
+        self._worker = worker
+
+    def submit(self, request: GenerationRequest) -> bool:
+        return self._worker.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        self._worker.inbox.put(work.Abort(request_id))
 
 
 def _prompt_tokens(request: work.Request) -> int:

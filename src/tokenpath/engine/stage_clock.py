@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from tokenpath.protocol.events import EngineStages
-from tokenpath.protocol.stages import Stage
+from tokenpath.protocol.stages import ENGINE_STAGES, Stage
 
 _LEGAL = {
     (Stage.QUEUE, Stage.PREFILL),
+    (Stage.QUEUE, Stage.KV_TRANSFER),
+    (Stage.KV_TRANSFER, Stage.PREFILL),
     (Stage.PREFILL, Stage.DECODE),
     (Stage.PREFILL, Stage.QUEUE),
     (Stage.DECODE, Stage.QUEUE),
@@ -15,7 +17,7 @@ _LEGAL = {
 
 
 class StageClock:
-    """Sums a sequence's stays in queue, prefill and decode; each stay has its start and end.
+    """Sums a sequence's stays in the engine's stages; each stay has its start and end.
 
     Times are seconds on one monotonic clock, given by the caller.
     """
@@ -26,7 +28,7 @@ class StageClock:
         self.stage = Stage.QUEUE
         self.preemptions = 0
         self._since = now
-        self._seconds = {Stage.QUEUE: 0.0, Stage.PREFILL: 0.0, Stage.DECODE: 0.0}
+        self._seconds = dict.fromkeys(ENGINE_STAGES, 0.0)
 
     def enter(self, stage: Stage, now: float) -> None:
         """Move to another stage. Raises ``ValueError`` on an illegal transition."""
@@ -44,6 +46,7 @@ class StageClock:
         return EngineStages(
             queue_s=seconds[Stage.QUEUE],
             prefill_s=seconds[Stage.PREFILL],
+            kv_transfer_s=seconds[Stage.KV_TRANSFER],
             decode_s=seconds[Stage.DECODE],
             preemptions=self.preemptions,
         )

@@ -37,6 +37,7 @@ from tokenpath.protocol.request import GenerationRequest
 if TYPE_CHECKING:
     from tokenpath.engine.grammar.compiler import GrammarCompiler
     from tokenpath.engine.grammar.state import CompiledGrammar
+    from tokenpath.engine.handover.giving import Giver
 
 STATS_INTERVAL_S: Final = 0.5
 """While working, stats are published at least this often."""
@@ -60,6 +61,11 @@ class Core(Protocol):
     @property
     def grammars(self) -> GrammarCompiler | None:
         """Compiles what ``submit`` is given; may be used from any thread."""
+        ...
+
+    @property
+    def giver(self) -> Giver | None:
+        """Takes orders of other replicas for prompts, once the server starts it."""
         ...
 
     def submit(self, request: Request, *, arrived: float, grammar: CompiledGrammar | None) -> None:
@@ -231,6 +237,8 @@ class Worker:
         self.inbox = Inbox()
         self.grammars: GrammarCompiler | None = None
         """The core's, while there is one."""
+        self.giver: Giver | None = None
+        """The core's, too."""
         self.turn: int | None = None
         """A number of its own for each turn between two looks into the inbox; None outside."""
         self.loading: tuple[int, int] | None = None
@@ -282,7 +290,7 @@ class Worker:
                     if order is None:
                         return
                     self._earlier = self._stats(core).counted()
-                    core = self.grammars = None
+                    core = self.grammars = self.giver = None
                     give_back()
             except ReplicaLostError as error:
                 log.error("%s", error.message)  # noqa: TRY400 - the sentence says it all
@@ -316,7 +324,7 @@ class Worker:
         error: TokenpathError
         try:
             core = self._load(progress)
-            card, self.grammars = core.card, core.grammars
+            card, self.grammars, self.giver = core.card, core.grammars, core.giver
         except TokenpathError as refusal:
             # Its traceback would keep what was loaded so far.
             error = type(refusal)(refusal.message, param=refusal.param)
@@ -383,6 +391,8 @@ class Worker:
                 case Submit(request, arrived):
                     error = self._submit(core, command)
                     if error is not None:
+                        if core.giver is not None:
+                            core.giver.failed(request.request_id, error.message)
                         stages = EngineStages(queue_s=self._clock() - arrived)
                         events.append(Failed(request.request_id, error.info(), stages))
                 case Abort(request_id):

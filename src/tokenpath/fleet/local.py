@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from tokenpath.config.launch import EXIT_STUCK
+from tokenpath.config.launch import EXIT_STUCK, HandoverLaunch
 from tokenpath.config.spec import EngineSettings
 from tokenpath.fleet.lifecycle import Lifecycle, move
 from tokenpath.fleet.process import ENGINE_COMMAND, EngineProcess
@@ -33,6 +33,7 @@ from tokenpath.protocol.errors import (
     UnavailableError,
 )
 from tokenpath.protocol.events import Failed, GenerationEvent
+from tokenpath.protocol.handover import PrefillPeer
 from tokenpath.protocol.pooling import Pooled, PoolingRequest
 from tokenpath.protocol.replica import RESTING, ModelCard, ReplicaState, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
@@ -71,6 +72,10 @@ class ReplicaPlan:
     engine: EngineSettings
     cpus: tuple[int, ...] | None = None
     """Where it may run. None: wherever this process may."""
+    handover: HandoverLaunch | None = None
+    """None: it neither prefills for others nor lets others prefill."""
+    handover_secret: str | None = None
+    """What other machines know that order from it. None: a new one for each process."""
 
 
 OnProgress = Callable[[str, str, float], None]
@@ -133,6 +138,13 @@ class LocalReplica:
     @property
     def last_stats(self) -> ReplicaStats:
         return ReplicaStats() if self._link is None else self._link.last_stats
+
+    @property
+    def prefills_at(self) -> PrefillPeer | None:
+        """Where it takes orders for prompts; None while it cannot, or where its role is another."""
+        if self._process is None or self.state is not ReplicaState.READY:
+            return None
+        return self._process.prefills_at
 
     @property
     def pid(self) -> int | None:
@@ -266,6 +278,8 @@ class LocalReplica:
                 cpus=self._plan.cpus,
                 logger=self._log,
                 command=self._command,
+                handover=self._plan.handover,
+                handover_secret=self._plan.handover_secret,
             )
         except SpecError as error:
             self._fail(error)

@@ -20,9 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from tokenpath.config.launch import LINK_TOKEN_VARIABLE, EngineLaunch, UnixAddress
+from tokenpath.config.launch import (
+    HANDOVER_SECRET_VARIABLE,
+    LINK_TOKEN_VARIABLE,
+    EngineLaunch,
+    HandoverLaunch,
+    UnixAddress,
+)
 from tokenpath.config.spec import EngineSettings
+from tokenpath.policy.handover import gives
 from tokenpath.protocol.errors import SpecError
+from tokenpath.protocol.handover import PrefillPeer
 
 ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "tokenpath.engine")
 """``-P``: a file in the working folder cannot stand in for an installed module."""
@@ -37,9 +45,16 @@ class EngineProcess:
     """A running engine process. Made by ``start``."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, folder: Path, token: str, logger: logging.Logger
+        self,
+        process: asyncio.subprocess.Process,
+        folder: Path,
+        token: str,
+        logger: logging.Logger,
+        prefills_at: PrefillPeer | None = None,
     ) -> None:
         assert process.stdout is not None
+        self.prefills_at = prefills_at
+        """Where replicas of this machine order prompts; None: it takes no orders."""
         self.address = UnixAddress(_socket_path(folder))
         self.token = token
         self._process = process
@@ -57,17 +72,30 @@ class EngineProcess:
         cpus: Sequence[int] | None,
         logger: logging.Logger,
         command: Sequence[str] = ENGINE_COMMAND,
+        handover: HandoverLaunch | None = None,
+        handover_secret: str | None = None,
     ) -> EngineProcess:
         """Start a process and give it its order; it listens on ``address`` soon after.
+
+        ``handover_secret`` is what other machines know; without one the process gets its own.
 
         Raises ``SpecError`` when it cannot be started at all.
         """
         folder = _private_folder()
         token = secrets.token_hex(32)
+        variables = {LINK_TOKEN_VARIABLE: token}
+        prefills_at = None
+        if handover is not None and gives(handover.role):
+            here = str(UnixAddress(_handover_path(folder)))
+            secret = handover_secret or secrets.token_hex(32)
+            prefills_at = PrefillPeer(here, secret)
+            variables[HANDOVER_SECRET_VARIABLE] = secret
+            handover = handover.model_copy(update={"listen": [here, *handover.listen]})
         launch = EngineLaunch(
             name=name,
             model=model,
             engine=engine,
+            handover=handover,
             cpus=None if cpus is None else list(cpus),
             listen=str(UnixAddress(_socket_path(folder))),
             parent_pid=os.getpid(),
@@ -80,7 +108,7 @@ class EngineProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, LINK_TOKEN_VARIABLE: token},
+                env={**os.environ, **variables},
             )
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +116,7 @@ class EngineProcess:
         assert process.stdin is not None
         process.stdin.write(launch.model_dump_json().encode())
         process.stdin.close()
-        return cls(process, folder, token, logger)
+        return cls(process, folder, token, logger, prefills_at)
 
     @property
     def pid(self) -> int:
@@ -163,7 +191,7 @@ def _private_folder() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     parent = runtime if os.access(runtime, os.W_OK | os.X_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="tokenpath-", dir=parent))
-    if len(os.fsencode(_socket_path(folder))) > MAX_SOCKET_PATH_BYTES:
+    if len(os.fsencode(_handover_path(folder))) > MAX_SOCKET_PATH_BYTES:
         folder.rmdir()
         raise SpecError(
             f"the path of {folder.parent} is too long for a socket; set TMPDIR to a shorter one"
@@ -173,3 +201,7 @@ def _private_folder() -> Path:
 
 def _socket_path(folder: Path) -> Path:
     return folder / "link"
+
+
+def _handover_path(folder: Path) -> Path:
+    return folder / "give"

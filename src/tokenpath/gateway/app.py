@@ -71,7 +71,9 @@ def create_app(
         draining=draining,
         body_s=body_s,
     )
-    replicas = ReplicaMetrics(lambda: {model.name: model.replicas for model in router.models})
+    replicas = ReplicaMetrics(
+        lambda: {model.name: (*model.replicas, *model.helpers) for model in router.models}
+    )
     metrics.registry.register(replicas)
     probes = Probes(router, draining, metrics, replicas)
     models = ModelEndpoints(router, authenticator)

@@ -38,6 +38,8 @@ class Call:
     """Probes and scrapes: no line at level info."""
     model: str | None = None
     key_id: str | None = None
+    tenant: str = ""
+    """The API key's name; empty where there are none."""
     stream: bool = False
     usage: Usage = field(default_factory=Usage)
     first_token_s: float | None = None
@@ -79,6 +81,7 @@ class Call:
             outcome=self.outcome,
             error=None if self.error is None else self.error.code,
             key_id=self.key_id,
+            tenant=self.tenant,
             stream=self.stream,
             prompt_tokens=self.usage.prompt_tokens,
             cached_tokens=self.usage.cached_prompt_tokens,

@@ -205,6 +205,8 @@ class Execution:
             return True
         finish = event.finish
         self._seen[index] += len(event.token_ids)
+        if event.token_ids:
+            self._lease.prefilled()
         if finish is not None:
             self._report(index, finish.usage, finish.stages)
         if self._withdrawn:  # nobody reads any more

@@ -81,6 +81,8 @@ class GenerationEndpoint(Generic[Request]):
             house.queue_limits,
             sequences=plan.sequences,
             prompt_tokens=plan.prompt_tokens * plan.n,
+            tenant=call.tenant,
+            prompts=[len(token_ids) for token_ids in plan.prompts],
         )
         base = uuid.uuid4().hex
         requests = [
@@ -91,6 +93,8 @@ class GenerationEndpoint(Generic[Request]):
                 sampling=choice_params(plan.params[prompt], choice),
                 priority=plan.priority,
                 cache_salt=call.key_id or "",
+                tenant=call.tenant,
+                prefill_at=lease.prefill_at,
                 timeout_s=lifeline.left_s,
             )
             for prompt, token_ids in enumerate(plan.prompts)

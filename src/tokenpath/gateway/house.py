@@ -39,7 +39,11 @@ class House:
     @property
     def queue_limits(self) -> QueueLimits:
         limits = self.settings.limits
-        return QueueLimits(requests=limits.queued_requests, tokens=limits.queued_tokens)
+        return QueueLimits(
+            requests=limits.queued_requests,
+            tokens=limits.queued_tokens,
+            tenant_share=limits.tenant_queue_share,
+        )
 
     async def receive(
         self, call: Call, receive: Receive, decode: Callable[[bytes], Request]
@@ -50,7 +54,8 @@ class House:
         """
         with call.ledger.stage(Stage.AUTHENTICATE):
             identity = self.authenticator.authenticate(call.headers)
-        call.key_id = None if identity.key_id is None else str(identity.key_id)
+        if identity.key_id is not None:
+            call.key_id, call.tenant = str(identity.key_id), identity.name
         with call.ledger.stage(Stage.RECEIVE):
             limit_bytes = self.settings.limits.body_bytes
             body = await read_body(

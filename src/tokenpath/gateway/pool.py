@@ -113,7 +113,11 @@ class PoolingEndpoint(Generic[Request]):
             call.usage = Usage(prompt_tokens=plan.tokens)
             with call.ledger.stage(Stage.ROUTE):
                 lease = house.router.reserve(
-                    model, house.queue_limits, sequences=1, prompt_tokens=plan.tokens
+                    model,
+                    house.queue_limits,
+                    sequences=1,
+                    prompt_tokens=plan.tokens,
+                    tenant=call.tenant,
                 )
             try:
                 vectors = await _run(call, plan, lease, door.priority(request), lifeline.left_s)

@@ -124,6 +124,17 @@ class Tokenizer:
         """One token as text, U+FFFD in place of bytes that are no whole character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def first_difference(self, other: Tokenizer) -> int | None:
+        """The first id that both have and that stands for different tokens; None if there is none.
+
+        Either may have tokens beyond the other's last.
+        """
+        mine, theirs = (
+            {token_id: token for token, token_id in one._backend.get_vocab(True).items()}  # noqa: SLF001 - of the same class
+            for one in (self, other)
+        )
+        return min((i for i in mine.keys() & theirs.keys() if mine[i] != theirs[i]), default=None)
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text in the vocabulary, such as ``<|im_end|>``."""
         found: int | None = self._backend.token_to_id(token)

@@ -80,6 +80,8 @@ class Ledger:
         self._add(Stage.QUEUE, engine.queue_s)
         if engine.prefill_s:
             self._add(Stage.PREFILL, engine.prefill_s)
+        if engine.kv_transfer_s:
+            self._add(Stage.KV_TRANSFER, engine.kv_transfer_s)
         if engine.decode_s:
             self._add(Stage.DECODE, engine.decode_s)
 

@@ -50,6 +50,8 @@ class RequestRecord:
     error: str | None
     """Stable code of the error, also of one that came as a stream's event."""
     key_id: str | None
+    tenant: str
+    """The API key's name; empty without keys."""
     stream: bool
     prompt_tokens: int | None
     cached_tokens: int | None

@@ -2,13 +2,13 @@
 
 Histograms and request counters are fed from each request's record as it ends, and from every token
 as it arrives. Figures of the engine are never mirrored here: a scrape reads the replicas' own truth
-(``replica_metrics``). Labels take few values: served models, routes, status codes, outcomes and
-stages.
+(``replica_metrics``). Labels take few values: served models, routes, status codes, outcomes, stages
+and the tenants that the spec names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -17,6 +17,8 @@ from tokenpath.observe.log import RequestRecord
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 NO_MODEL = ""
 """Label value of a request that named no served model."""
+OTHER_TENANTS = ""
+"""Label value of all tenants that have no series of their own."""
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
@@ -29,8 +31,10 @@ _STAGE_BUCKETS = (
 class Metrics:
     """The gateway's metrics, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Collection[str] = ()) -> None:
+        """``tenants`` have series of their own; without any, there are none of tenants."""
         self.registry = CollectorRegistry()
+        self._tenants = frozenset(tenants)
         self._requests = Counter(
             "tokenpath_requests",
             "HTTP requests that ended.",
@@ -71,6 +75,19 @@ class Metrics:
             registry=self.registry,
         )
 
+        if self._tenants:
+            self._tenant_requests = Counter(
+                "tokenpath_tenant_requests",
+                "HTTP requests of an API key's name that ended.",
+                ["tenant", "outcome"],
+                registry=self.registry,
+            )
+            self._tenant_tokens = Counter(
+                "tokenpath_tenant_tokens",
+                "Tokens of an API key's name: of prompts, of them cached, and of outputs.",
+                ["tenant", "kind"],
+                registry=self.registry,
+            )
         self._cpus = Gauge(
             "tokenpath_usable_cpus",
             "CPUs' worth of time that the engines of this server have together.",
@@ -105,10 +122,11 @@ class Metrics:
         self._reloads.labels(model, outcome).inc()
 
     def cpus_divided(self, usable: int, threads: Mapping[str, int]) -> None:
-        """Note what each model's one replica computes with."""
+        """Note what each replica computes with; its id is the model's name, "-" and its place."""
         self._cpus.set(usable)
-        for model, count in threads.items():
-            self._threads.labels(model, "0").set(count)
+        for replica_id, count in threads.items():
+            model, _, place = replica_id.rpartition("-")
+            self._threads.labels(model, place).set(count)
 
     def request_began(self) -> None:
         """Count a request into ``tokenpath_requests_in_flight``."""
@@ -122,11 +140,20 @@ class Metrics:
         self._wall.labels(record.endpoint, model).observe(record.times.wall_s)
         if record.ttft_s is not None:
             self._ttft.labels(model).observe(record.ttft_s)
+        if self._tenants and record.tenant:
+            self._count_tenant(record)
         if record.model is None:
             return  # A scrape or a refused call: its stages would drown those of real work.
         for stage, seconds in record.times.stages.items():
             self._stage.labels(stage).observe(seconds)
         self._stage.labels("unattributed").observe(max(0.0, record.times.unattributed_s))
+
+    def _count_tenant(self, record: RequestRecord) -> None:
+        tenant = record.tenant if record.tenant in self._tenants else OTHER_TENANTS
+        self._tenant_requests.labels(tenant, record.outcome).inc()
+        counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
+        for kind, count in zip(("prompt", "cached", "output"), counts, strict=True):
+            self._tenant_tokens.labels(tenant, kind).inc(count or 0)
 
     def token_meter(self, model: str, clock: Callable[[], float]) -> TokenMeter:
         """A meter for the sequences of one call."""

@@ -20,6 +20,8 @@ class QueueLimits:
 
     requests: int
     tokens: int
+    tenant_share: float = 1.0
+    """Of both, what one tenant may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,10 @@ class Load:
     unreported: int = 0
     """Own count: sequences sent since the report."""
     unreported_tokens: int = 0
+    """Own count: their prompt tokens."""
+    tenant_in_flight: int = 0
+    """Own count: sequences there now of the tenant who asks."""
+    tenant_tokens: int = 0
     """Own count: their prompt tokens."""
 
     @property
@@ -68,11 +74,20 @@ def waiting_after(load: Load, sequences: int) -> int:
     return max(by_report, by_count, 0)
 
 
-def admit(load: Load, limits: QueueLimits, *, sequences: int, prompt_tokens: int) -> Refusal | None:
+def admit(
+    load: Load,
+    limits: QueueLimits,
+    *,
+    sequences: int,
+    prompt_tokens: int,
+    has_tenant: bool = False,
+) -> Refusal | None:
     """Judge one call of ``sequences`` sequences with ``prompt_tokens`` tokens in all.
 
     None: admitted. A call larger than the limits themselves is admitted to an idle replica, or it
-    could never run at all.
+    could never run at all. With ``has_tenant`` it is also held to a tenant's share: how much of
+    what waits is the tenant's is not known exactly, but never more than all that waits, nor than
+    all that the tenant has there.
     """
     if load.sequences == 0:
         return None
@@ -88,6 +103,31 @@ def admit(load: Load, limits: QueueLimits, *, sequences: int, prompt_tokens: int
     if tokens > limits.tokens:
         return Refusal(
             f"The queue is full: {tokens} prompt tokens would wait, and {limits.tokens} may.",
+            RETRY_AFTER_S,
+        )
+    if has_tenant and load.tenant_in_flight:
+        return _beyond_share(load, limits, waiting, tokens, sequences, prompt_tokens)
+    return None
+
+
+def _beyond_share(
+    load: Load, limits: QueueLimits, waiting: int, tokens: int, sequences: int, prompt_tokens: int
+) -> Refusal | None:
+    """Whether a tenant that has sequences there already would have too much of the queue."""
+    most_requests = max(1, int(limits.requests * limits.tenant_share))
+    most_tokens = max(1, int(limits.tokens * limits.tenant_share))
+    its = min(waiting, load.tenant_in_flight + sequences)
+    if its > most_requests:
+        return Refusal(
+            f"This API key's part of the queue is full: up to {its} of its requests would wait, "
+            f"and {most_requests} may.",
+            RETRY_AFTER_S,
+        )
+    its = min(tokens, load.tenant_tokens + prompt_tokens)
+    if its > most_tokens:
+        return Refusal(
+            f"This API key's part of the queue is full: up to {its} of its prompt tokens would "
+            f"wait, and {most_tokens} may.",
             RETRY_AFTER_S,
         )
     return None

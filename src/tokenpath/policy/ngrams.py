@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_PLACES = 32
-"""Earlier places of a pair that are looked at, the most recent first."""
+_PLACES = 8
+"""Earlier places of a pair that are looked at, the most recent first: some microseconds."""
 _LONGEST = 16
 """A common past that is longer says nothing more."""
 _CATCH_UP = 8192

@@ -1,14 +1,15 @@
 """Which blocks come back from the tiers for which sequence, and who waits for whom meanwhile.
 
-A sequence in the queue whose prefix is on the disk waits until it is read; it holds no block of the
-pool then, so that withdrawing it leaves nothing behind. What is on the host is copied into its
-blocks when it is admitted, so many blocks a step, before anything of it is computed. Whatever does
-not arrive is computed. Every sequence asks the disk once for each time that it is queued: so it
-never waits for a block that leaves as soon as it has come.
+A sequence in the queue whose prefix is on the disk, or with another replica that computes it, waits
+until it is there; it holds no block of the pool then, so that withdrawing it leaves nothing behind.
+What is on the host is copied into its blocks when it is admitted, so many blocks a step, before
+anything of it is computed. Whatever does not arrive is computed. Every sequence asks once for each
+time that it is queued: so it never waits for a block that leaves as soon as it has come.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -62,8 +63,8 @@ class Restoring:
     def awaits(self, sequence: Sequence, matched: int) -> bool:
         """Whether a queued sequence should wait, its first ``matched`` blocks being in the pool.
 
-        It waits for the disk, which it asks the first time, or for another sequence that is
-        restoring the very block that it needs next.
+        It waits for the disk or another replica, which it asks the first time, or for another
+        sequence that is restoring the very block that it needs next.
         """
         state = self._state(sequence)
         if not state.asked:
@@ -71,7 +72,7 @@ class Restoring:
             names = self._names_from(sequence, matched)
             places = self._tiers.find(names)
             count = self._worth(places)
-            if "disk" in places[:count]:
+            if any(place != "host" for place in places[:count]):
                 state.transfer = self._tiers.bring(names[:count])
         if state.transfer is not None and not state.transfer.done:
             return True
@@ -85,9 +86,8 @@ class Restoring:
         state.transfer = None
         names = self._names_from(sequence, matched)
         places = self._tiers.find(names)
-        if "disk" in places:
-            places = places[: list(places).index("disk")]
-        count = self._worth(places)
+        here = itertools.takewhile(lambda place: place == "host", places)
+        count = self._worth(list(here))
         for name in names[:count]:
             if name.identity in self._owners:
                 break

@@ -2,29 +2,46 @@
 
 Each step has a budget of tokens. Sequences that decode get their one token first, so that nobody's
 prompt freezes another's stream; what is left of the budget goes to unfinished prompts and then to
-the queue, in order of (priority, arrival). When the pool runs out of blocks the least urgent
-running sequence gives up its blocks and is computed again later: it loses time, never output. The
-most urgent sequence always advances, because no sequence is accepted that the whole pool could not
-hold, so every sequence ends.
+the queue (``policy.waiting``), as far as the streams can wait for it (``policy.step_budget``). Of
+what prompts get, half may go to one that is shorter than the one whose turn it is, running or
+waiting: so a short prompt never waits for the whole of a long one, and prompts of one length are
+computed one after the other.
+
+When the pool runs out of blocks the least urgent running sequence gives up its blocks and is
+computed again later: it loses time, never output. For that the running ones keep the order of the
+urgency that they were admitted with, and of arrival; shares, which change with each step, do not
+count, or two tenants would take blocks from each other for ever. The most urgent sequence always
+advances, because no sequence is accepted that the whole pool could not hold, so every sequence
+ends.
 
 ``plan`` decides and allocates, the caller computes, ``commit`` records. Nothing here knows of
-tensors, text or time.
+tensors or text; time is given to it.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenpath.policy.blocks import BlockPool, Entry
+from tokenpath.policy.fairness import OUTPUT_COST, Fairness, Shares
+from tokenpath.policy.planning import Planning
 from tokenpath.policy.prefix import BlockHasher, block_hash, chain_root
 from tokenpath.policy.restoring import Restoring
-from tokenpath.policy.sequence import Chunk, Sequence, SequenceState, StepPlan
+from tokenpath.policy.sequence import Sequence, SequenceState, StepPlan
 from tokenpath.policy.speculation import Drafts
+from tokenpath.policy.step_budget import StepBudget
+from tokenpath.policy.tenant_caps import TenantCaps
 from tokenpath.policy.tiers import Tiers
-from tokenpath.protocol.errors import ContextLengthError, InvalidRequestError
+from tokenpath.policy.waiting import WaitingQueue
+from tokenpath.protocol.errors import ContextLengthError, InvalidRequestError, OverloadedError
+
+_ALL_MAY_WAIT = 1 << 30
+_LOOK_AHEAD = 8
+"""Longer prompts that a shorter one may be admitted before, while another is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +58,18 @@ class SchedulerConfig:
     max_context_tokens: int
     """Most tokens of one sequence, prompt and output."""
     prefix_cache: bool = True
+    max_waiting: int = _ALL_MAY_WAIT
+    """Sequences in the queue, beyond which none is added."""
+    fairness: Fairness = field(default_factory=Fairness)
 
     def __post_init__(self) -> None:
-        for name in ("max_step_tokens", "max_running", "block_tokens", "num_blocks"):
+        for name in ("max_step_tokens", "max_running", "block_tokens", "num_blocks", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:
-    return sequence.priority, sequence.arrival
+    return sequence.urgency, sequence.arrival
 
 
 class Scheduler:
@@ -63,11 +83,14 @@ class Scheduler:
         tiers: Tiers | None = None,
         drafts: Drafts | None = None,
         run: bytes = b"",
+        step_budget: StepBudget | None = None,
     ) -> None:
         """``tiers`` keeps what the pool evicts, if there are any; it needs the prefix cache.
 
         ``drafts`` guesses what decoding sequences will go on with; without it nobody does.
-        ``run`` is random bytes of this process; see ``policy.prefix.identity_root``.
+        ``run`` is random bytes of this process; see ``policy.prefix.identity_root``. With a
+        ``step_budget``, which somebody has to tell how long steps took, prompts are computed only
+        as fast as streams can wait for them.
         """
         self.config = config
         self.pool = BlockPool(config.num_blocks, on_evict=None if tiers is None else tiers.save)
@@ -82,11 +105,16 @@ class Scheduler:
         """Of those, the tokens found in the prefix cache, or its tiers, at the first admission."""
         self._hasher = hasher
         self._sequences: dict[str, Sequence] = {}
-        self._waiting: list[Sequence] = []
+        fairness = config.fairness
+        self._shares = Shares(fairness.weights, counting=fairness.by_tokens)
+        self._waiting = WaitingQueue(fairness, self._shares)
+        self._caps = TenantCaps(
+            max_running=fairness.tenant_max_running, max_blocks=fairness.tenant_max_blocks
+        )
+        self._step_budget = step_budget
         self._running: list[Sequence] = []
         self._chains: dict[str, _Chain] = {}
         self._arrivals = 0
-        self._waiting_tokens = 0
 
     @property
     def running(self) -> int:
@@ -101,7 +129,12 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Tokens that the queue still has to compute, before any cache hit."""
-        return self._waiting_tokens
+        return self._waiting.tokens
+
+    @property
+    def tenants(self) -> int:
+        """Tenants with live sequences."""
+        return self._shares.tenants
 
     @property
     def blocks_used(self) -> int:
@@ -128,6 +161,18 @@ class Scheduler:
         """The live sequence of that id."""
         return self._sequences.get(request_id)
 
+    def uncached(self, sequence: Sequence) -> int:
+        """Tokens of a live sequence that are neither computed nor known to be in the cache.
+
+        0 for one that tiers may yet bring something for.
+        """
+        if self._restoring is not None and (
+            sequence.state is SequenceState.WAITING or self._restoring.pending(sequence)
+        ):
+            return 0
+        cached = len(self._match(sequence)) * self.config.block_tokens
+        return len(sequence.token_ids) - max(cached, sequence.computed)
+
     def add(
         self,
         request_id: str,
@@ -136,12 +181,15 @@ class Scheduler:
         max_tokens: int,
         priority: int = 0,
         cache_key: tuple[str, str] = ("", ""),
+        tenant: str = "",
+        now: float = 0.0,
     ) -> Sequence:
-        """Queue a sequence.
+        """Queue a sequence, which arrived ``now``.
 
         Raises:
             InvalidRequestError: the prompt is empty, ``max_tokens`` is below 1, or the id is live.
             ContextLengthError: prompt and output could not fit, even alone.
+            OverloadedError: the queue is full.
         """
         if request_id in self._sequences:
             raise InvalidRequestError(f"request id {request_id!r} is already running")
@@ -154,6 +202,11 @@ class Scheduler:
                 f"{len(prompt)} prompt tokens and {max_tokens} output tokens exceed "
                 f"the {self.capacity_tokens} tokens that a sequence may have here"
             )
+        if len(self._waiting) >= self.config.max_waiting:
+            raise OverloadedError(
+                f"the engine's queue is full: {self.config.max_waiting} requests wait in it",
+                retry_after_s=1.0,
+            )
         sequence = Sequence(
             request_id=request_id,
             token_ids=list(prompt),
@@ -162,32 +215,47 @@ class Scheduler:
             priority=priority,
             arrival=self._arrivals,
             cache_key=cache_key,
+            tenant=tenant,
+            queued_at=now,
+            urgency=priority,
         )
         self._arrivals += 1
         self._sequences[request_id] = sequence
         self._chains[request_id] = _Chain(chain_root(cache_key))
-        self._enqueue(sequence)
+        self._shares.join(tenant)
+        self._waiting.add(sequence)
         return sequence
 
-    def plan(self) -> StepPlan:
+    def plan(self, now: float = 0.0) -> StepPlan:
         """Choose the next step's chunks and allocate their blocks; empty when there is no work.
 
+        ``now`` is on the clock of those given to ``add``, from which waiting is counted.
         With tiers, blocks are copied out of the pool and into it meanwhile, and a plan may be empty
         because everybody waits for them.
         """
-        draft = _Draft(self.config.max_step_tokens)
+        planning = Planning(self.config.max_step_tokens, now)
         if self._restoring is not None:
             self._restoring.new_step()
         decoding = [s for s in self._running if s.uncomputed == 1]
         prefilling = [s for s in self._running if s.uncomputed > 1]
-        for sequence in (*decoding, *prefilling):
-            if sequence.state is SequenceState.RUNNING and draft.budget:
-                self._extend(sequence, draft)
-        if not draft.preempted:
-            self._admit(draft)
+        self._extend_all(decoding, planning)
+        if self._step_budget is not None:
+            planning.allowance = self._step_budget.allowance(planning.tokens)
+        if prefilling:
+            prefilling.sort(key=self._turn)
+            first = prefilling[0]
+            with planning.half():
+                shortest = min(prefilling, key=lambda sequence: sequence.uncomputed)
+                if shortest is not first:
+                    self._extend_all([shortest], planning)
+                self._admit(planning, shorter_than=first.uncomputed)
+            self._extend_all(prefilling, planning)
+        self._admit(planning)
         if self._drafts is not None:
-            self._speculate(self._drafts, draft)
-        return StepPlan(tuple(draft.chunks.values()), tuple(draft.preempted), tuple(draft.admitted))
+            self._speculate(self._drafts, planning)
+        if self._step_budget is not None and planning.limited:
+            self._step_budget.limited_total += 1
+        return planning.plan()
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, Ids[int]]) -> None:
         """Record that the chunks were computed; ``sampled`` has token ids per sampling chunk.
@@ -209,6 +277,7 @@ class Scheduler:
                 assert tuple(tokens[:-1]) == chunk.drafted[:confirmed], "tokens nobody drafted"
                 sequence.computed += confirmed
                 sequence.token_ids += tokens
+                self._shares.charge(sequence.tenant, OUTPUT_COST * len(tokens))
             if self.config.prefix_cache:
                 self._register(sequence)
             if chunk.drafted:
@@ -229,8 +298,11 @@ class Scheduler:
             self._running.remove(sequence)
             self.pool.release(sequence.blocks)
             sequence.blocks = []
+            if not sequence.output_tokens and not sequence.preemptions:
+                self._shares.charge(sequence.tenant, -sequence.uncomputed)
         else:
-            self._dequeue(sequence)
+            self._waiting.remove(sequence)
+        self._shares.leave(sequence.tenant)
         sequence.state = SequenceState.FINISHED
         return True
 
@@ -239,10 +311,8 @@ class Scheduler:
         self.pool.check_integrity(s.blocks for s in self._sequences.values())
         assert len(self._running) <= self.config.max_running, "too many sequences run"
         assert sorted(self._running, key=_urgency) == self._running, "running is out of order"
-        assert sorted(self._waiting, key=_urgency) == self._waiting, "waiting is out of order"
-        assert self._waiting_tokens == sum(s.uncomputed for s in self._waiting), (
-            "waiting_tokens is not the sum over the queue"
-        )
+        self._waiting.check_integrity()
+        self._shares.check_integrity(Counter(s.tenant for s in self._sequences.values()))
         queued = {s.request_id: s for s in (*self._running, *self._waiting)}
         assert queued == self._sequences, "a live sequence is neither running nor waiting"
         for sequence in self._waiting:
@@ -261,66 +331,111 @@ class Scheduler:
                 {s.request_id for s in self._running}, set(self._sequences)
             )
 
-    def _extend(self, sequence: Sequence, draft: _Draft) -> None:
+    def _turn(self, sequence: Sequence) -> tuple[int, float, int]:
+        """Order in which running sequences have their prompts computed."""
+        return sequence.urgency, self._shares.of(sequence.tenant), sequence.arrival
+
+    def _extend_all(self, sequences: Iterable[Sequence], planning: Planning) -> None:
+        for sequence in sequences:
+            running = sequence.state is SequenceState.RUNNING
+            if running and not planning.has(sequence) and planning.budget:
+                self._extend(sequence, planning)
+
+    def _extend(self, sequence: Sequence, planning: Planning) -> None:
         """Give a running sequence its next chunk, preempting less urgent ones to make room."""
         if not self._restored(sequence):
             return
-        length = min(sequence.uncomputed, draft.budget)
+        length = planning.room(sequence.computed, sequence.uncomputed)
+        if not length:
+            return
+        missing = self._blocks_for(sequence.computed + length) - len(sequence.blocks)
+        while (yielding := self._caps.must_yield(sequence, self._running, missing)) is not None:
+            self._preempt(yielding, planning)
+            if yielding is sequence:
+                return
         while not self._grow(sequence, sequence.computed + length):
             victim = self._running[-1]
-            self._preempt(victim, draft)
+            self._preempt(victim, planning)
             if victim is sequence:
                 return
-        self._take(sequence, length, draft)
+        self._take(sequence, length, planning)
 
-    def _admit(self, draft: _Draft) -> None:
-        """Move sequences from the queue into the batch while budget, slots and blocks last."""
+    def _admit(self, planning: Planning, *, shorter_than: int | None = None) -> None:
+        """Move sequences from the queue into the batch while budget, slots and blocks last.
+
+        With ``shorter_than``, only those with fewer tokens left to compute. Those that are passed
+        over keep their places: slots and blocks that they will need are not given away.
+        """
+        if planning.preempted:
+            return
         promised = sum(self._blocks_missing(s) for s in self._running)
-        position = 0
-        while position < len(self._waiting) and draft.budget:
-            if len(self._running) >= self.config.max_running:
+        passed = 0
+        for sequence in self._waiting.in_order(planning.now):
+            full = len(self._running) + passed >= self.config.max_running
+            if not planning.budget or full or passed > _LOOK_AHEAD:
                 return
-            sequence = self._waiting[position]
             matched = self._match(sequence)
-            if self.config.prefix_cache and self._being_computed(sequence, len(matched), draft):
-                position += 1
+            if self.config.prefix_cache and self._being_computed(sequence, len(matched), planning):
                 continue
             fresh = self._blocks_for(len(sequence.token_ids) + 1) - len(matched)
+            if not self._may_start(sequence, matched, fresh):
+                continue
             pinned = sum(self.pool.is_cached(entry.block) for entry in matched)
             if promised + fresh + pinned > self.pool.available and self._running:
                 return
+            start = len(matched) * self.config.block_tokens
+            left = len(sequence.token_ids) - start
+            if shorter_than is not None and left >= shorter_than:
+                passed += 1
+                promised += fresh + pinned
+                continue
+            if not planning.room(start, left):
+                return
             if self._restoring is not None and self._restoring.awaits(sequence, len(matched)):
                 promised += fresh + pinned
-                position += 1
                 continue
-            self._start(sequence, matched, draft)
-            if not self._restored(sequence):
-                promised += self._blocks_missing(sequence)
-                continue
-            length = min(sequence.uncomputed, draft.budget)
-            grown = self._grow(sequence, sequence.computed + length)
-            assert grown, "an admitted sequence must find the blocks it was admitted for"
-            self._take(sequence, length, draft)
+            self._start(sequence, matched, planning)
+            if self._restored(sequence):
+                length = planning.room(sequence.computed, sequence.uncomputed)
+                grown = self._grow(sequence, sequence.computed + length)
+                assert grown, "an admitted sequence must find the blocks it was admitted for"
+                self._take(sequence, length, planning)
             promised += self._blocks_missing(sequence)
 
-    def _speculate(self, drafts: Drafts, draft: _Draft) -> None:
+    def _speculate(self, drafts: Drafts, planning: Planning) -> None:
         """Lengthen chunks of decoding sequences by guesses of what follows.
 
         They take what budget is left, and blocks that nobody waits for in this step.
         """
-        decoding = [c for c in draft.chunks.values() if c.known == 1 and c.samples]
-        if not decoding or not draft.budget:
+        decoding = [c for c in planning.chunks.values() if c.known == 1 and c.samples]
+        if not decoding or not planning.budget:
             return
-        guesses = drafts.guess([chunk.sequence for chunk in decoding], draft.rows, draft.budget)
+        sequences = [chunk.sequence for chunk in decoding]
+        guesses = drafts.guess(sequences, planning.tokens, planning.budget)
         for chunk in decoding:
             sequence = chunk.sequence
-            room = min(draft.budget, sequence.max_tokens - sequence.output_tokens - 1)
+            room = min(planning.budget, sequence.max_tokens - sequence.output_tokens - 1)
             guess = tuple(guesses.get(sequence.request_id, ()))[:room]
-            if guess and self._grow(sequence, len(sequence.token_ids) + len(guess)):
-                draft.lengthen(chunk, guess)
+            tokens = len(sequence.token_ids) + len(guess)
+            missing = self._blocks_for(tokens) - len(sequence.blocks)
+            capped = self._caps.must_yield(sequence, self._running, missing) is not None
+            if guess and not capped and self._grow(sequence, tokens):
+                planning.lengthen(chunk, guess)
 
-    def _start(self, sequence: Sequence, matched: list[Entry], draft: _Draft) -> None:
-        self._dequeue(sequence)
+    def _may_start(self, sequence: Sequence, matched: list[Entry], fresh: int) -> bool:
+        """Whether the tenant's caps let one more of its sequences run."""
+        tenant, caps = sequence.tenant, self._caps
+        promised = 0
+        if caps.max_blocks is not None:
+            mine = (s for s in self._running if s.tenant == tenant)
+            promised = sum(self._blocks_missing(s) for s in mine)
+        shared = [entry.block for entry in matched]
+        return caps.may_start(tenant, self._running, promised=promised, shared=shared, fresh=fresh)
+
+    def _start(self, sequence: Sequence, matched: list[Entry], planning: Planning) -> None:
+        sequence.urgency = self._waiting.urgency(sequence, planning.now)
+        self._waiting.remove(sequence)
+        self._shares.admitted(sequence.tenant)
         for entry in matched:
             self.pool.hold(entry.block)
         sequence.blocks = [entry.block for entry in matched]
@@ -328,11 +443,12 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         self._chains[sequence.request_id].entries = list(matched)
         insort(self._running, sequence, key=_urgency)
-        draft.admitted.append(sequence)
+        planning.admitted.append(sequence)
         if sequence.cached_prompt_tokens is None:
             sequence.cached_prompt_tokens = sequence.computed
             self.prompt_tokens_total += sequence.prompt_tokens
             self.cached_prompt_tokens_total += sequence.computed
+            self._shares.charge(sequence.tenant, sequence.uncomputed)
         if self._restoring is not None:
             self._restoring.begin(sequence, len(matched))
 
@@ -357,10 +473,10 @@ class Scheduler:
                 self.cached_prompt_tokens_total += count * self.config.block_tokens
         return not restoring.pending(sequence)
 
-    def _preempt(self, victim: Sequence, draft: _Draft) -> None:
+    def _preempt(self, victim: Sequence, planning: Planning) -> None:
         self._running.remove(victim)
-        draft.withdraw(victim)
-        draft.preempted.append(victim)
+        planning.withdraw(victim)
+        planning.preempted.append(victim)
         self.pool.release(victim.blocks)
         victim.blocks = []
         victim.computed = 0
@@ -369,22 +485,17 @@ class Scheduler:
         self.preemptions_total += 1
         if self._restoring is not None:
             self._restoring.requeued(victim)
-        self._enqueue(victim)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=_urgency)
-        self._waiting_tokens += sequence.uncomputed
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
-        self._waiting_tokens -= sequence.uncomputed
+        self._waiting.add(victim)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_tokens)
 
     def _blocks_missing(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence still needs for the tokens it is known to have."""
-        return self._blocks_for(len(sequence.token_ids)) - len(sequence.blocks)
+        """Blocks that a running sequence still needs for the tokens it is known to have.
+
+        None where it holds more, for guesses that a failed step did not compute.
+        """
+        return max(0, self._blocks_for(len(sequence.token_ids)) - len(sequence.blocks))
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Make the sequence's blocks cover ``tokens`` tokens; False if the pool is out."""
@@ -412,7 +523,7 @@ class Scheduler:
         tokens = (self._tokens_of(sequence, index) for index in range(count))
         return self.pool.match(hashes[:count], tokens, sequence.cache_key)
 
-    def _being_computed(self, sequence: Sequence, matched: int, draft: _Draft) -> bool:
+    def _being_computed(self, sequence: Sequence, matched: int, planning: Planning) -> bool:
         """Whether this very step computes the sequence's next block for another sequence.
 
         Waiting one step for that block is cheaper than computing it twice: requests that arrive
@@ -420,14 +531,16 @@ class Scheduler:
         """
         if matched >= (len(sequence.token_ids) - 1) // self.config.block_tokens:
             return False
-        return self._hashes(sequence, matched + 1)[matched] in draft.completing
+        return self._hashes(sequence, matched + 1)[matched] in planning.completing
 
-    def _take(self, sequence: Sequence, length: int, draft: _Draft) -> None:
-        draft.take(sequence, length)
+    def _take(self, sequence: Sequence, length: int, planning: Planning) -> None:
+        if not length:
+            return
+        planning.take(sequence, length)
         if self.config.prefix_cache:
             first = sequence.computed // self.config.block_tokens
             last = (sequence.computed + length) // self.config.block_tokens
-            draft.completing.update(self._hashes(sequence, last)[first:last])
+            planning.completing.update(self._hashes(sequence, last)[first:last])
 
     def _hashes(self, sequence: Sequence, count: int) -> list[int]:
         """Chain hashes of at least the first ``count`` blocks; each is computed once."""
@@ -472,36 +585,3 @@ class _Chain:
         self.hashes: list[int] = []
         self.entries: list[Entry] | None = []
         """None after a hash collision: what follows cannot be registered."""
-
-
-class _Draft:
-    """A plan in the making."""
-
-    __slots__ = ("admitted", "budget", "chunks", "completing", "preempted")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.chunks: dict[str, Chunk] = {}
-        self.preempted: list[Sequence] = []
-        self.admitted: list[Sequence] = []
-        self.completing: set[int] = set()
-        """Hashes of the blocks that the planned chunks complete."""
-
-    @property
-    def rows(self) -> int:
-        """Tokens planned so far."""
-        return sum(chunk.length for chunk in self.chunks.values())
-
-    def take(self, sequence: Sequence, length: int) -> None:
-        self.chunks[sequence.request_id] = Chunk(sequence, sequence.computed, length)
-        self.budget -= length
-
-    def lengthen(self, chunk: Chunk, drafted: tuple[int, ...]) -> None:
-        longer = Chunk(chunk.sequence, chunk.start, chunk.length + len(drafted), drafted)
-        self.chunks[chunk.sequence.request_id] = longer
-        self.budget -= len(drafted)
-
-    def withdraw(self, sequence: Sequence) -> None:
-        chunk = self.chunks.pop(sequence.request_id, None)
-        if chunk is not None:
-            self.budget += chunk.length

@@ -35,6 +35,12 @@ class Sequence:
     """Lower runs first."""
     arrival: int = 0
     """Order of arrival, given by the scheduler; kept through preemptions."""
+    tenant: str = ""
+    """On whose behalf; empty for anybody's."""
+    queued_at: float = 0.0
+    """When it arrived, on the clock of whoever plans; kept through preemptions."""
+    urgency: int = 0
+    """The priority that it had when it was last admitted, with what it gained by waiting."""
     cache_key: tuple[str, str] = ("", "")
     """(salt, adapter): sequences with different keys never share blocks."""
     state: SequenceState = SequenceState.WAITING

@@ -8,6 +8,7 @@ promise the most tokens a second over the whole batch; where no draft pays, ther
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from tokenpath.policy.sequence import Sequence
 
 MARGIN = 0.05
 """Gain that drafts must promise: what is promised is an estimate, and guessing costs a little."""
+_LEAST_GAIN = 0.02
+"""A token that is less likely to be reached and confirmed pays on no machine."""
 _OWN_MEMORY = 0.9
 """Weight of a sequence's earlier guess beside the next one: about ten count."""
 _SHARED_MEMORY = 0.99
@@ -46,6 +49,8 @@ class Offer:
     """At most so many."""
     chance: float
     """Of each, that it is confirmed if those before it are."""
+    costly: bool = False
+    """Whether the tokens must be made first, one after the other."""
 
 
 class Acceptance:
@@ -99,28 +104,28 @@ def choose_lengths(
     """How many tokens of each offer to draft, so that the step makes most tokens a second.
 
     The step computes ``rows`` tokens and samples ``sampling`` sequences without drafts; ``seconds``
-    is what a number of rows takes, ``depth_s`` what each token of the longest draft takes to make.
-    Drafts of no token are left out; there are none if all together do not promise a gain of
+    is what a number of rows takes, ``depth_s`` what each token of the longest costly draft takes to
+    make. Drafts of no token are left out; there are none if all together do not promise a gain of
     ``margin``.
     """
     lengths: dict[str, int] = {}
-    best: dict[str, int] = {}
-    tokens, drafted, deepest = float(sampling), 0, 0
+    added: list[str] = []
+    tokens, deepest, best = float(sampling), 0, 0
     best_rate = tokens / seconds(rows) * (1 + margin)
     # The likeliest next token of any sequence is always the best one to add.
     waiting = [(-offer.chance, index) for index, offer in enumerate(offers) if offer.length > 0]
     heapify(waiting)
-    while waiting and drafted < budget:
+    while waiting and len(added) < budget:
         gain, index = waiting[0]
-        if not gain:
+        if -gain < _LEAST_GAIN:
             break
         offer = offers[index]
         length = lengths[offer.request_id] = lengths.get(offer.request_id, 0) + 1
-        drafted += 1
+        added.append(offer.request_id)
         tokens -= gain
-        deepest = max(deepest, length)
+        deepest = max(deepest, length if offer.costly else 0)
         heapreplace(waiting, (gain * offer.chance if length < offer.length else 0.0, index))
-        rate = tokens / (seconds(rows + drafted) + deepest * depth_s)
+        rate = tokens / (seconds(rows + len(added)) + deepest * depth_s)
         if rate > best_rate:
-            best_rate, best = rate, dict(lengths)
-    return best
+            best_rate, best = rate, len(added)
+    return dict(Counter(added[:best]))

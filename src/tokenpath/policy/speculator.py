@@ -67,9 +67,9 @@ class Forms(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A guess about a sequence until the next of its tokens is there."""
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A guess about a sequence, to be compared with what comes."""
 
     kind: int
     tokens: Seq[int]
@@ -108,8 +108,10 @@ class _Probes:
 class Speculator:
     """The ``Drafts`` of one scheduler."""
 
-    def __init__(self, drafter: Drafter, *, most_tokens: int, forms: Forms | None = None) -> None:
-        """``most_tokens`` is the longest draft."""
+    def __init__(
+        self, drafters: Seq[Drafter], *, most_tokens: int, forms: Forms | None = None
+    ) -> None:
+        """``most_tokens`` is the longest draft; of several drafters the likeliest guess counts."""
         self.most_tokens = most_tokens
         self.paused = False
         """Nothing is drafted meanwhile."""
@@ -118,56 +120,31 @@ class Speculator:
         self.accepted_total = [0] * most_tokens
         """Of them, those that were confirmed."""
         self.costs = StepCosts()
-        self._drafter = drafter
+        self._drafters = drafters
         self._forms = forms
-        self._forced_kind = len(drafter.kinds)
-        self._acceptance = Acceptance([*drafter.kinds, _FORCED_CHANCE])
-        self._pending: dict[str, _Pending] = {}
+        kinds = [chance for drafter in drafters for chance in drafter.kinds]
+        self._forced_kind = len(kinds)
+        self._acceptance = Acceptance([*kinds, _FORCED_CHANCE])
+        self._known: dict[str, list[_Known]] = {}
         self._probes = _Probes()
 
     def guess(self, sequences: Seq[Sequence], rows: int, budget: int) -> Mapping[str, Seq[int]]:
         """See ``Drafts``."""
+        self._known.clear()
         if self.paused:
-            self._pending.clear()
             return {}
-        guesses = self._offered(sequences)
-        self._pending = {
-            request_id: _Pending(guess.kind, guess.tokens)
-            for request_id, guess in guesses.items()
-            if guess.tokens
-        }
-        if not guesses or self.costs.seconds(rows) is None:
+        known, blind = self._offered(sequences)
+        if not (known or blind) or self.costs.seconds(rows) is None:
             return {}
-        unknown = sum(guess.tokens is None for guess in guesses.values())
-        lengths = choose_lengths(
-            [
-                Offer(request_id, guess.length, self._acceptance.chance(request_id, guess.kind))
-                for request_id, guess in guesses.items()
-            ],
-            rows=rows,
-            sampling=len(sequences),
-            budget=budget,
-            seconds=self._seconds,
-            depth_s=self._drafter.depth_s(unknown) if unknown else 0.0,
-        )
-        blind = [name for name, guess in guesses.items() if guess.tokens is None and guess.length]
-        if blind and self._probes.due(chosen=any(name in lengths for name in blind)):
-            probed = blind[self._probes.made % len(blind)]
-            if sum(lengths.values()) + _PROBE_TOKENS <= budget:
-                lengths[probed] = min(_PROBE_TOKENS, guesses[probed].length)
-        made = self._drafter.draft(
-            {name: length for name, length in lengths.items() if guesses[name].tokens is None}
-        )
-        drafts: dict[str, Seq[int]] = {}
-        for request_id, length in lengths.items():
-            guess = guesses[request_id]
-            tokens = guess.tokens or ()
-            if guess.tokens is None:
-                tokens = self._fitting(request_id, tuple(made.get(request_id, ())))
-                self._pending[request_id] = _Pending(guess.kind, tokens)
-            if tokens:
-                drafts[request_id] = tokens[:length]
-        return drafts
+        lengths: dict[str, int] = {}
+        if blind:
+            lengths = self._lengths(known | blind, rows, len(sequences), budget)
+        if not blind.keys() & lengths.keys():
+            lengths = self._lengths(known, rows, len(sequences), budget)
+        drafts = {name: known[name].tokens or () for name in lengths if name in known}
+        if blind:
+            drafts |= self._made(self._with_probe(lengths, blind, budget), blind)
+        return {name: tokens[: lengths[name]] for name, tokens in drafts.items() if tokens}
 
     def verified(self, request_id: str, drafted: int, tokens: Seq[int]) -> None:
         """``tokens`` came after a sequence of which ``drafted`` were computed as a draft.
@@ -177,45 +154,111 @@ class Speculator:
         for place in range(drafted):
             self.drafted_total[place] += 1
             self.accepted_total[place] += place < len(tokens) - 1
-        pending = self._pending.pop(request_id, None)
-        if pending is None:
-            return
-        for guessed, token in zip(pending.tokens, tokens, strict=False):
-            self._acceptance.tried(request_id, pending.kind, confirmed=guessed == token)
-            if guessed != token:
-                return
+        for guess in self._known.pop(request_id, ()):
+            for guessed, token in zip(guess.tokens, tokens, strict=False):
+                self._acceptance.tried(request_id, guess.kind, confirmed=guessed == token)
+                if guessed != token:
+                    break
+
+    def totals(self) -> tuple[list[int], list[int]]:
+        """``drafted_total`` and ``accepted_total`` up to the last place that was ever drafted."""
+        used = self.most_tokens - self.drafted_total.count(0)
+        return self.drafted_total[:used], self.accepted_total[:used]
 
     def forget(self, request_id: str) -> None:
         """A sequence has ended."""
-        self._pending.pop(request_id, None)
+        self._known.pop(request_id, None)
         self._acceptance.forget(request_id)
-        self._drafter.forget(request_id)
+        for drafter in self._drafters:
+            drafter.forget(request_id)
 
-    def _offered(self, sequences: Seq[Sequence]) -> dict[str, Guess]:
-        """What could be drafted; never more than a sequence may still have."""
+    def _offered(self, sequences: Seq[Sequence]) -> tuple[dict[str, Guess], dict[str, Guess]]:
+        """The likeliest known guess about each sequence, and those to be made that are likelier.
+
+        Never of more tokens than a sequence may still have.
+        """
         rooms = {sequence.request_id: self._room(sequence) for sequence in sequences}
-        guesses: dict[str, Guess] = {}
         roomy = [sequence for sequence in sequences if rooms[sequence.request_id]]
-        for request_id, guess in self._drafter.offers(roomy, self.most_tokens).items():
-            room, fitting = rooms[request_id], None
-            if guess.tokens is not None:
-                fitting = self._fitting(request_id, guess.tokens[:room])
-                room = len(fitting)
-            guesses[request_id] = Guess(guess.kind, min(room, guess.length), fitting)
-        if self._forms is None:
-            return guesses
+        offered: list[tuple[str, Guess]] = []
+        first_kind = 0
+        for drafter in self._drafters:
+            for request_id, guess in drafter.offers(roomy, self.most_tokens).items():
+                kind, length = first_kind + guess.kind, min(rooms[request_id], guess.length)
+                tokens = guess.tokens
+                if tokens is not None:
+                    tokens = self._fitting(request_id, tokens[:length])
+                    length = len(tokens)
+                offered.append((request_id, Guess(kind, length, tokens)))
+            first_kind += len(drafter.kinds)
         for request_id, room in rooms.items():
-            tokens = tuple(self._forms.forced(request_id)[:room])
-            if tokens:
-                forced = Guess(self._forced_kind, len(tokens), tokens)
-                guesses[request_id] = self._likelier(request_id, forced, guesses.get(request_id))
-        return guesses
+            tokens = tuple(self._forms.forced(request_id)[:room]) if self._forms else ()
+            offered.append((request_id, Guess(self._forced_kind, len(tokens), tokens)))
+        known: dict[str, Guess] = {}
+        blind: dict[str, Guess] = {}
+        for request_id, guess in offered:
+            if not guess.length:
+                continue
+            kept = known
+            if guess.tokens is None:
+                kept = blind
+            else:
+                self._known.setdefault(request_id, []).append(_Known(guess.kind, guess.tokens))
+            if self._chance(request_id, guess) > self._chance(request_id, kept.get(request_id)):
+                kept[request_id] = guess
+        for request_id, guess in known.items():
+            if self._chance(request_id, guess) >= self._chance(request_id, blind.get(request_id)):
+                blind.pop(request_id, None)
+        return known, blind
 
-    def _likelier(self, request_id: str, one: Guess, other: Guess | None) -> Guess:
-        if other is None or not other.length:
-            return one
-        chances = [self._acceptance.chance(request_id, guess.kind) for guess in (one, other)]
-        return one if chances[0] >= chances[1] else other
+    def _chance(self, request_id: str, guess: Guess | None) -> float:
+        return 0.0 if guess is None else self._acceptance.chance(request_id, guess.kind)
+
+    def _lengths(
+        self, guesses: Mapping[str, Guess], rows: int, sampling: int, budget: int
+    ) -> dict[str, int]:
+        blind = sum(guess.tokens is None for guess in guesses.values())
+        return choose_lengths(
+            [
+                Offer(
+                    request_id,
+                    guess.length,
+                    self._chance(request_id, guess),
+                    costly=guess.tokens is None,
+                )
+                for request_id, guess in guesses.items()
+            ],
+            rows=rows,
+            sampling=sampling,
+            budget=budget,
+            seconds=self._seconds,
+            depth_s=sum(d.depth_s(blind) for d in self._drafters) if blind else 0.0,
+        )
+
+    def _with_probe(
+        self, lengths: dict[str, int], blind: Mapping[str, Guess], budget: int
+    ) -> dict[str, int]:
+        """The lengths of drafts to be made, with one more now and then if there are none."""
+        chosen = {name: lengths[name] for name in blind if name in lengths}
+        if self._probes.due(chosen=bool(chosen)):
+            probed = list(blind)[self._probes.made % len(blind)]
+            length = min(_PROBE_TOKENS, blind[probed].length)
+            if probed not in lengths and sum(lengths.values()) + length <= budget:
+                lengths[probed] = chosen[probed] = length
+        return chosen
+
+    def _made(
+        self, lengths: Mapping[str, int], blind: Mapping[str, Guess]
+    ) -> dict[str, tuple[int, ...]]:
+        """Have drafts made."""
+        made: dict[str, tuple[int, ...]] = {}
+        if not lengths:
+            return made
+        for drafter in self._drafters:
+            for request_id, tokens in drafter.draft(lengths).items():
+                made[request_id] = self._fitting(request_id, tuple(tokens))
+                known = _Known(blind[request_id].kind, made[request_id])
+                self._known.setdefault(request_id, []).append(known)
+        return made
 
     def _room(self, sequence: Sequence) -> int:
         """Tokens that may be drafted before the sequence must end."""

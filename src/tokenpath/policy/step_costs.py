@@ -47,9 +47,9 @@ class StepCosts:
             self._units[index] = unit
         else:
             ratio = max(1 / _OUTLIER, min(_OUTLIER, unit / known))
-            shared = ratio**_SHARED
+            shared: float = ratio**_SHARED
             self._units = [None if other is None else other * shared for other in self._units]
-            self._units[index] = known * ratio**_OWN
+            self._units[index] = known * float(ratio**_OWN)
         self._seen[index] = self._steps
         oldest = self._steps - _KEPT_STEPS
         for other, seen in enumerate(self._seen):
@@ -59,11 +59,11 @@ class StepCosts:
     def seconds(self, rows: int) -> float | None:
         """What a step of so many rows would take; None before anything was measured."""
         index = _class(rows)
-        below = [unit for unit in self._units[: index + 1] if unit is not None]
-        above = [unit for unit in self._units[index + 1 :] if unit is not None]
-        if not below and not above:
-            return None
-        return self._expected(rows) * (below[-1] if below else above[0])
+        for nearest in (*range(index, -1, -1), *range(index + 1, len(_CLASSES))):
+            unit: float | None = self._units[nearest]
+            if unit is not None:
+                return self._expected(rows) * unit
+        return None
 
     def _expected(self, rows: int) -> float:
         return 1 + self._slope * (rows - 1)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Place = Literal["host", "disk"]
-"""Where a block is: in memory beside the pool, or in a file."""
+Place = Literal["host", "disk", "peer"]
+"""Where a block is: in memory beside the pool, in a file, or with a replica that hands it over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class BlockName:
 
 
 class Transfer(Protocol):
-    """Blocks on their way from the disk."""
+    """Blocks on their way from the disk or another replica."""
 
     @property
     def done(self) -> bool:
@@ -52,7 +52,7 @@ class Tiers(Protocol):
         ...
 
     def bring(self, names: Sequence[BlockName]) -> Transfer:
-        """Start to read those of the blocks that are on the disk, so that they are on the host."""
+        """Start to get those of the blocks that are not on the host, so that they are."""
         ...
 
     def pin(self, names: Sequence[BlockName]) -> None:
@@ -93,7 +93,11 @@ class Costs:
     """Until the disk is done with what it was asked for already."""
 
     def copy_s(self, place: Place) -> float:
-        """To have a block in the pool that is in ``place``."""
+        """To have a block in the pool that is in ``place``.
+
+        Another replica's block is paid for by that replica, and waiting for it was decided on
+        before (``policy.handover``).
+        """
         return self.host_s + (self.disk_s if place == "disk" else 0.0)
 
 

@@ -62,6 +62,9 @@ class EngineStages(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting for the step that is running is part of it."""
     prefill_s: float = 0.0
     """From being scheduled until a token is sampled."""
+    kv_transfer_s: float = 0.0
+    """Waiting until another replica has computed the prompt and handed its KV over: in its queue,
+    in its prefill and on the way."""
     decode_s: float = 0.0
     """From the first sampled token until the end (or a preemption)."""
     preemptions: int = 0

@@ -7,8 +7,9 @@ asyncio event loop only.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -49,6 +50,8 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     requests_waiting: int = 0
     waiting_tokens: int = 0
     """Prompt tokens of the waiting requests that are not known to be cached."""
+    tenants: int = 0
+    """With requests that run or wait."""
     kv_blocks_used: int = 0
     """Held by live requests."""
     kv_blocks_cached: int = 0
@@ -71,17 +74,32 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Found damaged, and computed instead."""
     kv_dropped_blocks_total: int = 0
     """Lost from the last tier, or never kept, for want of room or time."""
+    handovers_total: int = 0
+    """Prompts ordered from another replica."""
+    handover_fallbacks_total: int = 0
+    """Prompts that another replica should have computed, and that were computed here in part or
+    in whole."""
+    handover_blocks_received_total: int = 0
+    handover_blocks_given_total: int = 0
+    handover_bytes_received_total: int = 0
+    handover_bytes_given_total: int = 0
+    handover_seconds_total: float = 0.0
+    """From each order to its end, added up."""
     prompt_tokens_total: int = 0
     cached_prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
     drafted_tokens_total: list[int] = []
-    """Guessed and computed, by the place in the draft; the first is place 1."""
+    """Guessed and computed, by the place in the draft, up to the last one that ever was."""
     accepted_tokens_total: list[int] = []
     """Of them, those that the model then chose itself."""
     preemptions_total: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
+    prefill_limited_steps_total: int = 0
+    """Steps that computed less of the prompts so as not to hold up streams."""
     aborts_total: int = 0
+    deadlines_missed_total: int = 0
+    """Requests ended because their time was over, or could not suffice any more."""
     resident_bytes: int = 0
     grammars_cached: int = 0
     grammars_compiled_total: int = 0
@@ -96,13 +114,20 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     def after(self, earlier: ReplicaStats) -> ReplicaStats:
         """These with totals increased by those of an engine that went before."""
-        sums = {name: getattr(self, name) + getattr(earlier, name) for name in _totals()}
+        sums = {name: _sum(getattr(self, name), getattr(earlier, name)) for name in _totals()}
         return msgspec.structs.replace(self, **sums)
 
 
 def _totals() -> list[str]:
     held = {"kv_blocks_total"}  # the size of the pool: nothing that grows
     return [n for n in ReplicaStats.__struct_fields__ if n.endswith("_total") and n not in held]
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Of two totals, which may have one figure for each place."""
+    if isinstance(one, list):
+        return [a + b for a, b in itertools.zip_longest(one, other, fillvalue=0)]
+    return one + other
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

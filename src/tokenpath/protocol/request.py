@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tokenpath.protocol.grammar import Grammar
+from tokenpath.protocol.handover import PrefillPeer
 
 GREEDY_TEMPERATURE = 0.0
 
@@ -74,5 +75,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Part of the prefix-cache key: sequences with different salts never share blocks."""
     adapter: str | None = None
     """Name of the LoRA adapter; part of the prefix-cache key."""
+    tenant: str = ""
+    """On whose behalf: the API key's name; empty for anybody's."""
+    prefill_at: PrefillPeer | None = None
+    """A replica that may compute the prompt for the one that this is sent to."""
     timeout_s: float | None = None
     """Seconds left to the request when it was sent; a duration, since clocks differ."""

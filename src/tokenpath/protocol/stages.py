@@ -24,6 +24,7 @@ class Stage(enum.StrEnum):
     """Waiting in the engine, from the request's arrival there."""
     PREFILL = "prefill"
     KV_TRANSFER = "kv_transfer"
+    """Waiting for keys and values that another replica computes and hands over."""
     DECODE = "decode"
     OUTPUT_GUARD = "output_guard"
     FLUSH = "flush"

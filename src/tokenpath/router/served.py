@@ -17,6 +17,7 @@ from tokenpath.protocol.errors import (
     NotReadyError,
     UnavailableError,
 )
+from tokenpath.protocol.handover import PrefillPeer
 from tokenpath.protocol.pooling import PoolingInput
 from tokenpath.protocol.replica import RESTING, ModelCard, Replica, ReplicaState, Task
 
@@ -72,6 +73,34 @@ class InputReader(Protocol):
         ...
 
 
+class Prefiller(Protocol):
+    """Who computes prompts for others; a ``fleet.local.LocalReplica``, or one elsewhere."""
+
+    @property
+    def prefills_at(self) -> PrefillPeer | None:
+        """Where others order; None while it takes no orders."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefiller:
+    """One on another machine, of which nothing is known here but where it is."""
+
+    prefills_at: PrefillPeer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handovers:
+    """Who of a model's replicas lets whom compute long prompts."""
+
+    takers: frozenset[str] = frozenset()
+    """Ids of replicas that let others prefill."""
+    prefillers: Sequence[Prefiller] = ()
+    min_prompt_tokens: int = 1
+    """Shorter prompts are not handed over; of longer ones the replica itself decides, which knows
+    how much of them is cached."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedModel:
     """One model that clients can name."""
@@ -83,7 +112,10 @@ class ServedModel:
     template: MessageTemplate | None
     """None for a base model: it answers completions, and chat is refused with the reason."""
     replicas: Sequence[Replica]
-    """At least one. A restarted replica keeps its place."""
+    """Those that take requests. A restarted replica keeps its place."""
+    helpers: Sequence[Replica] = ()
+    """Those that only prefill for others."""
+    handovers: Handovers = Handovers()
     dialect: Dialect = PLAIN
     """How the model writes tool calls and reasoning."""
     max_running: int = 64
@@ -97,15 +129,15 @@ class ServedModel:
     @property
     def card(self) -> ModelCard:
         """What a replica said of the loaded model. Raises as ``unready`` until one has loaded."""
-        for replica in self.replicas:
+        for replica in (*self.replicas, *self.helpers):
             if replica.card is not None:
                 return replica.card
         raise self.unready()
 
     @property
     def ready(self) -> bool:
-        """Whether some replica can answer, were it after a wake."""
-        return any(self.takes(replica) for replica in self.replicas)
+        """Whether some replica does what this server has it for, were it after a wake."""
+        return any(self.takes(replica) for replica in self.replicas or self.helpers)
 
     def takes(self, replica: Replica) -> bool:
         """Whether a replica takes requests in its present state."""
@@ -115,10 +147,16 @@ class ServedModel:
     @property
     def state(self) -> ReplicaState:
         """That of the replica that is closest to answering."""
-        return min((replica.state for replica in self.replicas), key=_CLOSENESS.index)
+        return min(
+            (replica.state for replica in self.replicas or self.helpers), key=_CLOSENESS.index
+        )
 
     def unready(self) -> UnavailableError:
         """The error that says why no replica can answer."""
+        if not self.replicas:
+            return UnavailableError(
+                f"Model '{self.name}' only prefills for other servers here; ask one of those."
+            )
         states = {replica.state for replica in self.replicas}
         if states & {ReplicaState.PENDING, ReplicaState.LOADING}:
             return NotReadyError(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tokenpath.bench.engine import sharing, speculating, tiering
+from tokenpath.bench.engine import sharing, speculating, stalling, tenancy, tiering
 from tokenpath.bench.engine.first_token import Say
 from tokenpath.bench.engine.loaded import LoadedModel
-from tokenpath.bench.engine.works import Sharing, Speculating, Task, Tiering
+from tokenpath.bench.engine.works import Sharing, Speculating, Stalling, Task, Tenancy, Tiering
 
 
 class TaskFigure(Protocol):
@@ -38,3 +38,11 @@ def measure(
             )
         case Speculating():
             return speculating.measure(loaded, task, rounds=rounds, say=say)
+        case Stalling():
+            return stalling.measure(
+                runner, task, step_tokens=step_tokens, rounds=rounds, seed=seed, say=say
+            )
+        case Tenancy():
+            return tenancy.measure(
+                runner, task, step_tokens=step_tokens, rounds=rounds, seed=seed, say=say
+            )

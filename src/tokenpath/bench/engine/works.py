@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from tokenpath.policy.step_budget import LEAST_TOKENS
 from tokenpath.protocol.errors import SpecError
 
 DECODE_STEPS = 32
@@ -17,7 +18,7 @@ DECODE_STEPS = 32
 STEP_OVERHEAD = "step_overhead"
 STRUCTURED_OVERHEAD = "structured_overhead"
 _NAME = re.compile(
-    r"(?P<one>prefill|tiers|shared)_(?P<tokens>[1-9]\d{0,6})"
+    r"(?P<one>prefill|tiers|shared|stall|tenants)_(?P<tokens>[1-9]\d{0,6})"
     r"|(?P<text>edit|json|prose)_(?P<answers>[1-9]\d{0,3})"
     r"|(?P<kind>decode|structured)_(?P<sequences>[1-9]\d{0,3})_(?P<context>[1-9]\d{0,6})"
 )
@@ -148,7 +149,68 @@ class Speculating:
         return 800 + self.output_tokens
 
 
-Task = Tiering | Sharing | Speculating
+STREAMS = 8
+"""Beside a long prompt."""
+STREAM_TOKENS = 64
+"""Of each stream's own prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalling:
+    """A prompt of so many tokens beside streams; see ``bench.engine.stalling``."""
+
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"stall_{self.tokens}"
+
+    @property
+    def stream_tokens(self) -> int:
+        """Most tokens of a stream, which must not end before the prompt is computed.
+
+        A step computes at least 16 tokens of the prompt; 32 steps are for what comes before.
+        """
+        return STREAM_TOKENS + 32 + -(-self.tokens // LEAST_TOKENS)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Most tokens that a sequence of the work comes to have."""
+        return max(self.tokens + 1, self.stream_tokens)
+
+    @property
+    def sequences(self) -> int:
+        """Of the longest sequence's length, those that the pool has to hold."""
+        return 1 + -(-STREAMS * self.stream_tokens // self.sequence_tokens)
+
+
+TENANT_RUNNING = 8
+"""Places in the batch that tenants compete for."""
+TENANT_OUTPUT_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """Two tenants with prompts of so many tokens; see ``bench.engine.tenancy``."""
+
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"tenants_{self.tokens}"
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Most tokens that a sequence of the work comes to have."""
+        return self.tokens + TENANT_OUTPUT_TOKENS
+
+    @property
+    def sequences(self) -> int:
+        """That the pool holds at a time."""
+        return TENANT_RUNNING
+
+
+Task = Tiering | Sharing | Speculating | Stalling | Tenancy
 """A work with a measurement of its own."""
 Work = Prefill | Decode | Task
 OVERHEAD_WORK = Decode(8, 64)
@@ -166,6 +228,8 @@ _OF_TOKENS: dict[str, Callable[[int], Work]] = {
     "prefill": Prefill,
     "tiers": Tiering,
     "shared": Sharing,
+    "stall": Stalling,
+    "tenants": Tenancy,
 }
 
 
@@ -225,8 +289,8 @@ def _parse(name: str) -> Work:
         raise SpecError(
             f"--only: {name!r} is no work; works are prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
             "structured_SEQUENCES_CONTEXT, tiers_TOKENS, shared_TOKENS, edit_SEQUENCES, "
-            f"json_SEQUENCES, prose_SEQUENCES and {STEP_OVERHEAD}, such as prefill_512,"
-            "decode_8_1024"
+            "json_SEQUENCES, prose_SEQUENCES, stall_TOKENS, tenants_TOKENS and "
+            f"{STEP_OVERHEAD}, such as prefill_512,decode_8_1024"
         )
     if found["one"]:
         return _OF_TOKENS[found["one"]](int(found["tokens"]))

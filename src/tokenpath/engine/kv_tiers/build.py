@@ -64,13 +64,17 @@ def make_tiers(
     )
 
 
-def fingerprint_of(model: LocalModel, copier: BlockCopier, *, dtype: str) -> bytes:
+def fingerprint_of(
+    model: LocalModel, copier: BlockCopier, *, dtype: str, by_time: bool = True
+) -> bytes:
     """Tells blocks apart that must not be exchanged: 32 bytes. Raises ``OSError``.
+
+    ``by_time`` is left out where equal files on other machines are to count as equal.
 
     Everything that changes what is computed is in it: the weights, their type, the kernels, the
     order within a block and the version of this package.
     """
-    weights = identity_of(model, f"KV of {dtype}", 0)
+    weights = identity_of(model, f"KV of {dtype}", 0, by_time=by_time)
     whole = (weights, copier.layout, metadata.version("tokenpath"))
     return hashlib.sha256(repr(whole).encode()).digest()
 

@@ -100,20 +100,39 @@ def read_block(
         _read_fully(descriptor, [memoryview(header), into.data])
     finally:
         os.close(descriptor)
-    fields = bytes(header[: _FIELDS.size])
-    if header[: len(MAGIC)] != MAGIC or header[_FIELDS.size :] != checksum(fields):
-        raise DamagedBlockError("its header is damaged")
-    _, its_fingerprint, its_identity, its_parent, payload_bytes, its_checksum = _FIELDS.unpack(
-        fields
+    its_checksum = open_seal(
+        bytes(header),
+        fingerprint=fingerprint,
+        identity=identity,
+        parent=parent,
+        payload_bytes=into.nbytes,
     )
+    if checksum(into.data) != its_checksum:
+        raise DamagedBlockError("the checksum of its contents is wrong")
+    return its_checksum
+
+
+def open_seal(
+    header: bytes, *, fingerprint: bytes, identity: bytes, parent: bytes, payload_bytes: int
+) -> bytes:
+    """The checksum that the payload of exactly this block must have, by its header.
+
+    Raises ``DamagedBlockError`` if the header is damaged or another block's.
+    """
+    fields = header[: _FIELDS.size]
+    if (
+        len(header) != HEADER_BYTES
+        or header[: len(MAGIC)] != MAGIC
+        or header[_FIELDS.size :] != checksum(fields)
+    ):
+        raise DamagedBlockError("its header is damaged")
+    _, its_fingerprint, its_identity, its_parent, size, its_checksum = _FIELDS.unpack(fields)
     if its_fingerprint != fingerprint:
         raise DamagedBlockError("it is of another model, or of another layout")
     if (its_identity, its_parent) != (identity, parent):
         raise DamagedBlockError("it holds another block than its name says")
-    if payload_bytes != into.nbytes:
+    if size != payload_bytes:
         raise DamagedBlockError("it says another size than it has")
-    if checksum(into.data) != its_checksum:
-        raise DamagedBlockError("the checksum of its contents is wrong")
     return bytes(its_checksum)
 
 

@@ -29,11 +29,19 @@ from tokenpath.protocol.errors import ReplicaLostError, SpecError
 log = logging.getLogger("tokenpath.engine")
 
 
-def refuse_undivided(settings: EngineSettings, device: torch.device) -> None:
+def refuse_undivided(
+    settings: EngineSettings, device: torch.device, *, hands_over: bool = False
+) -> None:
     """Raise ``SpecError`` for settings that a divided model cannot have."""
     ranks = settings.tensor_parallel * settings.pipeline_parallel
     if ranks == 1:
         return
+    if hands_over:
+        raise SpecError(
+            "roles hand over whole blocks of keys and values, of which each rank of a divided model "
+            "has only a part; leave the roles out, or set tensor_parallel and pipeline_parallel to 1",
+            param="tensor_parallel" if settings.tensor_parallel > 1 else "pipeline_parallel",
+        )
     if settings.kv_tiers.host_bytes:
         raise SpecError(
             "kv_tiers keep whole blocks, of which each rank of a divided model has only a part; "

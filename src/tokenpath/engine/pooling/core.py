@@ -77,6 +77,11 @@ class PoolingCore:
         """What makes vectors compiles no grammars."""
         return None
 
+    @property
+    def giver(self) -> None:
+        """There are no keys and values to give."""
+        return None
+
     def submit(
         self,
         request: GenerationRequest | PoolingRequest,
