@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenpath.engine.__main__ import end_process, read_launch, run
@@ -139,6 +140,9 @@ class ScriptedCore:
             steps_total=self.steps,
             aborts_total=len(self.aborted),
         )
+
+    def watch(self, broken: Callable[[Exception], None]) -> None:
+        """It does not break by itself."""
 
     def check_integrity(self) -> None:
         self.integrity_checks += 1

@@ -201,6 +201,18 @@ class EngineSettings(_Strict):
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Compute threads. None: this engine's part of the CPUs that the server may use, which are
     divided equally among the models that name no number; one thread a core."""
+    tensor_parallel: Annotated[int, Field(gt=0, le=16)] = 1
+    """Processes (ranks) that share every layer: each has a part of the heads and of every matrix'
+    rows, and ``threads`` and the KV pool are divided among them. It must divide the model's query
+    heads and KV heads. One, because one process uses all its CPUs already: more can only gain where
+    each has a NUMA node's memory, or a GPU, of its own."""
+    pipeline_parallel: Annotated[int, Field(gt=0, le=64)] = 1
+    """Processes that have some of the layers each, and hand every step on from one to the next.
+    They compute one after the other: it divides memory, and makes nothing faster."""
+    rank_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """How long the processes of a divided model wait for one of them in the middle of a step; then
+    the engine ends and is started again. A step takes seconds at most: who is silent for longer is
+    stopped, or swaps."""
     kv_cache_tokens: Annotated[int, Field(gt=0)] | None = None
     """Tokens the KV pool can hold. None: as many as ``kv_cache_bytes`` allows."""
     kv_cache_bytes: Annotated[int, Field(gt=0)] = 1 << 30

@@ -22,6 +22,8 @@ from tokenpath.engine.kernels.native_module import chosen_kernels
 from tokenpath.engine.kernels.native_program import obstacle
 from tokenpath.engine.kv_cache import kv_blocks_for
 from tokenpath.engine.packed_cache import PackedCache
+from tokenpath.engine.parallel.lead import load_divided, refuse_undivided
+from tokenpath.engine.parallel.share import divided
 from tokenpath.engine.precision import settle_dtype, settle_kv_dtype, torch_dtype, weight_bits
 from tokenpath.engine.runner import ModelRunner
 from tokenpath.engine.warm_up import rehearse
@@ -85,6 +87,13 @@ def build_engine(
             f"dtype {settings.dtype!r} runs on the CPU only; use 'bfloat16' on {settings.device!r}",
             param="dtype",
         )
+    share = divided(
+        model.config,
+        name=name,
+        parts=settings.tensor_parallel,
+        stages=settings.pipeline_parallel,
+    )
+    refuse_undivided(settings, device, hands_over=handover is not None)
     torch.set_num_threads(settings.threads or default_threads())
     context = min(model.config.max_context_tokens, settings.max_context_tokens or 1 << 62)
     num_blocks = kv_blocks_for(
@@ -102,20 +111,33 @@ def build_engine(
         _check_memory(model, held, settings, num_blocks, block_bytes, available_bytes() - beside)
     if progress is not None:
         progress("reading the tokenizer", 0.0)
+    crew = None
     with ThreadPoolExecutor(1) as aside:
         # A tokenizer of 150,000 tokens takes as long as reading weights that are packed already.
         tokenizer_made = aside.submit(model.tokenizer)
-        runner = ModelRunner(
-            model,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            device=settings.device,
-            num_blocks=num_blocks,
-            block_tokens=settings.block_tokens,
-            bits=bits,
-            packed_cache=None if bits is None else PackedCache.usual(),
-            progress=progress,
-        )
+        if share.size > 1:
+            runner, crew = load_divided(
+                model,
+                share,
+                settings,
+                name=name,
+                dtype=held,
+                kv_dtype=kv_dtype,
+                num_blocks=num_blocks,
+                progress=progress,
+            )
+        else:
+            runner = ModelRunner(
+                model,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                device=settings.device,
+                num_blocks=num_blocks,
+                block_tokens=settings.block_tokens,
+                bits=bits,
+                packed_cache=None if bits is None else PackedCache.usual(),
+                progress=progress,
+            )
         tokenizer = tokenizer_made.result()
     forms = LiveForms(tokenizer)
     speculator = None
@@ -172,7 +194,7 @@ def build_engine(
         max_context_tokens=scheduler.capacity_tokens,
         dtype=held,
         kv_dtype=kv_dtype,
-        weight_bytes=runner.weight_bytes,
+        weight_bytes=runner.weight_bytes + (0 if crew is None else crew.weight_bytes),
         kv_bytes_per_token=runner.kv_bytes_per_token,
         kv_blocks_total=num_blocks,
         block_tokens=settings.block_tokens,
@@ -188,9 +210,14 @@ def build_engine(
     if warm:
         # A core of its own on the same runner: the serving one's counters stay at zero, and
         # neither its pool nor its tiers know of what was computed.
-        rehearse(
-            make(runner, Scheduler(config), grammars=_grammars(vocabulary, settings)), progress
-        )
+        try:
+            rehearse(
+                make(runner, Scheduler(config), grammars=_grammars(vocabulary, settings)), progress
+            )
+        except BaseException:
+            if crew is not None:
+                crew.close()
+            raise
     process = psutil.Process()
     return make(
         runner if around is None else around(runner),
@@ -198,6 +225,7 @@ def build_engine(
         grammars=_grammars(vocabulary, settings),
         tiers=arrivals or tiers,
         giver=giver,
+        crew=crew,
         speculator=speculator,
         forms=forms,
         step_budget=step_budget,
@@ -267,7 +295,7 @@ def dtype_for(config: ModelConfig, settings: EngineSettings) -> memory.Dtype:
     native = (
         settings.dtype == "auto"
         and torch.device(settings.device).type == "cpu"
-        and obstacle(config, settings.block_tokens) is None
+        and obstacle(config, settings.block_tokens, settings.tensor_parallel) is None
         and chosen_kernels() is not None
     )
     return settle_dtype(settings.dtype, settings.device, native=native)
@@ -318,7 +346,8 @@ def _check_memory(
     """Refuse what would be killed, or would swap, and say what would fit."""
     weights = memory.weight_bytes(model, element)
     host = settings.kv_tiers.host_bytes
-    fixed = memory.needed_bytes(model, element, host)
+    ranks = settings.tensor_parallel * settings.pipeline_parallel
+    fixed = memory.needed_bytes(model, element, host) + (ranks - 1) * memory.RANK_BYTES
     included = f" ({human_bytes(host)} of that are kv_tiers.host_bytes)" if host else ""
     pool = num_blocks * block_bytes
     if fixed + pool <= available:

@@ -47,6 +47,7 @@ from tokenpath.protocol.errors import (
     DeadlineError,
     EngineError,
     InvalidRequestError,
+    ReplicaLostError,
     TokenpathError,
     UnsupportedError,
 )
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from tokenpath.engine.grammar.state import CompiledGrammar, GrammarState
     from tokenpath.engine.handover.giving import Giver, Outgoing
     from tokenpath.engine.kv_tiers.tiers import KvTiers
+    from tokenpath.engine.parallel.crew import Crew
 
 TIERS_WAIT_S = 0.005
 """A step with nothing to compute waits so long for a block of the disk, and then sees who has
@@ -136,6 +138,7 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         tiers: KvTiers | Arrivals | None = None,
         giver: Giver | None = None,
+        crew: Crew | None = None,
         speculator: Speculator | None = None,
         forms: LiveForms | None = None,
         step_budget: StepBudget | None = None,
@@ -147,8 +150,9 @@ class EngineCore:
         """``tiers``, ``speculator`` and ``step_budget`` are the scheduler's.
 
         ``reducer`` serves the sampler; ``forms`` is the speculator's and learns of live grammars.
-        ``giver`` takes orders for prompts of other replicas, once somebody starts it.
-        ``max_session_s`` bounds every request's life, whatever its own timeout.
+        ``giver`` takes orders for prompts of other replicas, once somebody starts it. ``crew`` are
+        the other ranks of a divided model, which end with this core. ``max_session_s`` bounds every
+        request's life, whatever its own timeout.
         ``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed.
         """
         self.card = card
@@ -160,6 +164,7 @@ class EngineCore:
         self._eos_ids = frozenset(eos_ids)
         self._reducer = reducer
         self._tiers = tiers
+        self._crew = crew
         self._arrivals = tiers if isinstance(tiers, Arrivals) else None
         self.giver = giver
         self.speculator = speculator
@@ -373,6 +378,13 @@ class EngineCore:
         if self._tiers is not None:
             kept = self._scheduler.pool.cached_contents() if trusted and keep_kv else ()
             self._tiers.close(kept, keep=keep_kv)
+        if self._crew is not None:
+            self._crew.close()
+
+    def watch(self, broken: Callable[[Exception], None]) -> None:
+        """Call this, from any thread, if the engine breaks while it does nothing."""
+        if self._crew is not None:
+            self._crew.watch(broken)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant. Between steps only."""
@@ -435,6 +447,8 @@ class EngineCore:
         """Run and sample a plan; if that raises, one chunk after the other."""
         try:
             return self._compute_together(plan)
+        except ReplicaLostError:
+            raise  # it is nobody's own, and there is nobody to try with
         except Exception:
             if len(plan.chunks) > 1:
                 log.exception("a batch of %d sequences failed; trying each alone", len(plan.chunks))

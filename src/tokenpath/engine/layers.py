@@ -27,6 +27,7 @@ from tokenpath.engine.kv_cache import KvCache
 from tokenpath.engine.loading import WeightLoader
 from tokenpath.engine.rotary import Angles
 from tokenpath.models.architecture import LayerKind, ModelConfig
+from tokenpath.models.layout import EMBEDDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class RMSNorm:
         """Norms of each query and key head, as one over [heads + kv_heads, head_dim]."""
         query = weights.norm(f"{prefix}.q_norm.weight", config.head_dim, offset=offset)
         key = weights.norm(f"{prefix}.k_norm.weight", config.head_dim, offset=offset)
-        both = torch.cat((query.expand(config.heads, -1), key.expand(config.kv_heads, -1)))
+        own = weights.backend.share.own(config)
+        both = torch.cat((query.expand(own.heads, -1), key.expand(own.kv_heads, -1)))
         return cls(weights.backend, both, config.rms_eps)
 
 
@@ -84,6 +86,7 @@ class Attention:
 
     backend: KernelBackend
     layer: int
+    """Number among the layers that this rank has."""
     kind: LayerKind
     spec: AttentionSpec
     qkv: Linear
@@ -101,7 +104,8 @@ class Attention:
         query_key = self.backend.rotate(query_key, step.angles[self.kind])
         values = projected[:, spec.heads + spec.kv_heads :]
         self.backend.write_kv(kv, query_key[:, spec.heads :], values, step.slots)
-        return self.out(step.attention[spec](query_key[:, : spec.heads], kv))
+        attended = self.backend.join(step.attention[spec](query_key[:, : spec.heads], kv))
+        return self.backend.join(self.out(attended))
 
     @classmethod
     def load(
@@ -114,11 +118,12 @@ class Attention:
         query_key_norm: RMSNorm | None = None,
     ) -> Attention:
         """Take ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` under ``prefix``."""
-        spec = attention_spec(config, layer)
+        share = weights.backend.share
+        spec = attention_spec(share.own(config), config.kind(layer))
         query_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
         return cls(
             backend=weights.backend,
-            layer=layer,
+            layer=layer - share.layers(config.layers).start,
             kind=config.kind(layer),
             spec=spec,
             qkv=weights.linear(
@@ -145,7 +150,8 @@ class GatedMLP:
 
     def __call__(self, x: LinearInput) -> torch.Tensor:
         """[T, hidden] to [T, hidden]."""
-        return self.down(self.backend.gated_input(self.gate_up(x), self.activation))
+        joined = self.backend.join(self.backend.gated_input(self.gate_up(x), self.activation))
+        return self.backend.join(self.down(joined))
 
     @classmethod
     def load(cls, weights: WeightLoader, prefix: str, config: ModelConfig) -> GatedMLP:
@@ -230,30 +236,43 @@ class Decoder:
     """A whole model: embedding, blocks, last norm and head."""
 
     backend: KernelBackend
-    embedding: Table
+    embedding: Table | None
+    """None in a stage that is not the first."""
     embedding_scale: float | None
     blocks: Seq[Block]
-    norm: RMSNorm
-    head: Linear
+    """Of this stage."""
+    norm: RMSNorm | None
+    head: Linear | None
+    """None, as the norm, in a stage that is not the last."""
     logit_softcap: float | None
+    vocab_size: int
 
     @property
     def attention_specs(self) -> frozenset[AttentionSpec]:
         """The kinds of attention that a step must plan for."""
         return frozenset(block.attention.spec for block in self.blocks)
 
-    def hidden(self, step: Step) -> torch.Tensor:
-        """[T, hidden] after the last block, not normed; fills the step's part of the KV pool."""
-        x = self.backend.embed(self.embedding, step.token_ids)
-        if self.embedding_scale is not None:
-            x = x * self.embedding_scale
+    def hidden(self, step: Step, x: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, hidden] after the last block, not normed; fills the step's part of the KV pool.
+
+        ``x`` is what the stage before made, if there is one.
+        """
+        if x is None:
+            assert self.embedding is not None, "a later stage is given what to go on with"
+            x = self.backend.embed(self.embedding, step.token_ids)
+            if self.embedding_scale is not None:
+                x = x * self.embedding_scale
         for block in self.blocks:
             x = block(x, step)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab] of some rows of ``hidden``."""
-        logits = self.head(self.norm.into_linear(hidden)).float()
+        assert self.norm is not None, "the last stage makes logits"
+        assert self.head is not None, "the last stage makes logits"
+        joined = self.backend.join(self.head(self.norm.into_linear(hidden)))
+        # Where parts are of unequal size, the last one has been filled up.
+        logits = joined[:, : self.vocab_size].float()
         if self.logit_softcap is None:
             return logits
         return torch.tanh(logits / self.logit_softcap) * self.logit_softcap
@@ -269,31 +288,38 @@ class Decoder:
         norm_offset: float = 0.0,
     ) -> Decoder:
         """Take what surrounds the blocks, under the usual names."""
-        table = weights.table("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        if config.tie_embeddings:
-            head = weights.tied(table)
-        else:
-            head = weights.linear(
-                ("lm_head",), (config.vocab_size,), config.hidden_size, bias=False
+        share = weights.backend.share
+        table = head = norm = None
+        if share.has(EMBEDDING, config):
+            table = weights.table(EMBEDDING, config.vocab_size, config.hidden_size)
+        if share.last:
+            head = (
+                weights.tied(table)
+                if config.tie_embeddings
+                else weights.linear(
+                    ("lm_head",), (config.vocab_size,), config.hidden_size, bias=False
+                )
             )
+            norm = RMSNorm.load(weights, "model.norm", config, offset=norm_offset)
         return cls(
             backend=weights.backend,
-            embedding=table,
+            embedding=table if share.first else None,
             embedding_scale=embedding_scale,
             blocks=blocks,
-            norm=RMSNorm.load(weights, "model.norm", config, offset=norm_offset),
+            norm=norm,
             head=head,
             logit_softcap=config.logit_softcap,
+            vocab_size=config.vocab_size,
         )
 
 
-def attention_spec(config: ModelConfig, layer: int) -> AttentionSpec:
-    """The arithmetic of one layer's attention."""
+def attention_spec(config: ModelConfig, kind: LayerKind) -> AttentionSpec:
+    """The arithmetic of attention in layers of one kind."""
     return AttentionSpec(
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
-        window=config.sliding_window if config.kind(layer) == "sliding" else None,
+        window=config.sliding_window if kind == "sliding" else None,
         softcap=config.attention_softcap,
     )

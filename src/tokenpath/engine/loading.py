@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 
 from tokenpath.engine.kernels.base import KernelBackend, Linear, Table
+from tokenpath.engine.parallel.share import ALL, Share
 from tokenpath.models.local import LocalModel
-from tokenpath.models.weights import read_tensor
+from tokenpath.models.weights import open_matrix, read_tensor
 from tokenpath.protocol.errors import ModelFileError
 
 Progress = Callable[[str, float], None]
@@ -27,9 +28,11 @@ Progress = Callable[[str, float], None]
 class WeightLoader(Protocol):
     """Where a family takes its weights from.
 
-    Names are those of Hugging Face checkpoints; those of matrices are without ``.weight`` and
-    ``.bias``. What comes back belongs to the loader's own backend. Every call raises
-    ``ModelFileError`` for a tensor that is missing or of another shape.
+    Names are those of Hugging Face checkpoints, and shapes those of the whole model; those of
+    matrices are without ``.weight`` and ``.bias``. Of every matrix a rank gets the rows of its own
+    share, with zeros below them where the last part has fewer. What comes back belongs to the
+    loader's own backend. Every call raises ``ModelFileError`` for a tensor that is missing or of
+    another shape.
     """
 
     @property
@@ -68,7 +71,16 @@ class TensorBook:
     """Who took which tensor of a checkpoint: none may be missing, misshapen or left over."""
 
     model: LocalModel
+    share: Share = ALL
+    """Tensors of other stages are not missed."""
     _used: set[str] = field(default_factory=set)
+
+    @property
+    def own(self) -> set[str]:
+        """The tensors that this rank's stage has to take."""
+        if self.share.stages == 1:
+            return set(self.model.tensors)
+        return {name for name in self.model.tensors if self.share.has(name, self.model.config)}
 
     def claim(self, name: str, shape: tuple[int, ...]) -> None:
         """Note that a tensor is used. Raises ``ModelFileError`` if it is not as expected."""
@@ -87,7 +99,7 @@ class TensorBook:
 
     def finish(self) -> None:
         """Check that nothing is left. Raises ``ModelFileError`` naming the first leftover."""
-        left = sorted(self.model.tensors.keys() - self._used)
+        left = sorted(self.own - self._used)
         if left:
             raise ModelFileError(
                 f"the {self.model.config.family} family does not use the tensor {left[0]} of "
@@ -108,21 +120,26 @@ class CheckpointLoader:
     """Memory of everything handed out so far, as the backend holds it."""
     _book: TensorBook = field(init=False)
     _taken: int = 0
+    _total: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._book = TensorBook(self.model)
+        self._book = TensorBook(self.model, self.backend.share)
+        self._total = len(self._book.own)
 
     def linear(self, names: Seq[str], rows: Seq[int], columns: int, *, bias: bool) -> Linear:
         """See ``WeightLoader``."""
-        total = sum(rows)
-        weight = torch.empty((total, columns), dtype=self.dtype, device=self.device)
-        shift = torch.empty(total, dtype=self.dtype, device=self.device) if bias else None
+        share = self.backend.share
+        total = sum(map(share.held, rows))
+        weight = torch.zeros((total, columns), dtype=self.dtype, device=self.device)
+        shift = torch.zeros(total, dtype=self.dtype, device=self.device) if bias else None
         begin = 0
         for name, count in zip(names, rows, strict=True):
-            weight[begin : begin + count] = self._take(f"{name}.weight", (count, columns))
+            own = share.rows(count)
+            end = begin + len(own)
+            weight[begin:end] = self._take_rows(f"{name}.weight", (count, columns), own)
             if shift is not None:
-                shift[begin : begin + count] = self._take(f"{name}.bias", (count,))
-            begin += count
+                shift[begin:end] = self._take(f"{name}.bias", (count,))[own.start : own.stop]
+            begin += share.held(count)
         linear = self.backend.linear(weight, shift)
         self.weight_bytes += linear.weight_bytes
         return linear
@@ -133,7 +150,12 @@ class CheckpointLoader:
 
     def table(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """See ``WeightLoader``."""
-        table = self._take(name, (rows, columns)).to(device=self.device, dtype=self.dtype)
+        share = self.backend.share
+        own = share.rows(rows)
+        taken = self._take_rows(name, (rows, columns), own)
+        table = taken.to(device=self.device, dtype=self.dtype)
+        if len(own) < share.held(rows):
+            table = torch.cat((table, table.new_zeros(share.held(rows) - len(own), columns)))
         rounded: torch.Tensor = self.backend.table(table)
         self.weight_bytes += rounded.nbytes
         return rounded
@@ -155,10 +177,22 @@ class CheckpointLoader:
         """Check that no tensor is left. Raises ``ModelFileError``."""
         self._book.finish()
 
+    def _take_rows(self, name: str, shape: tuple[int, int], rows: range) -> torch.Tensor:
+        """Some rows of a matrix; no others are read."""
+        if len(rows) == shape[0]:
+            return self._take(name, shape)
+        self._book.claim(name, shape)
+        taken = torch.from_numpy(open_matrix(self.model, name).floats(rows.start, rows.stop))
+        self._count()
+        return taken
+
     def _take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self._book.claim(name, shape)
         tensor = read_tensor(self.model, name)
+        self._count()
+        return tensor
+
+    def _count(self) -> None:
         self._taken += 1
         if self.progress is not None:
-            self.progress("weights", self._taken / len(self.model.tensors))
-        return tensor
+            self.progress("weights", min(1.0, self._taken / self._total))

@@ -48,11 +48,17 @@ def load_native(
             family.build(model.config, packer)
             return packer.finish()
 
-    size = packed_bytes(model, bits, native)
+    share = backend.share
+    size = packed_bytes(model, bits, native, share)
     if cache is None:
         weights = pack(huge_memory(size))
     else:
-        weights = _kept_or_packed(model, f"int{bits}", cache, native, threads, tell, size, pack)
+        of_all = (
+            "" if share.size == 1 else f".{share.part}of{share.parts}x{share.stage}of{share.stages}"
+        )
+        weights = _kept_or_packed(
+            model, f"int{bits}{of_all}", cache, native, threads, tell, size, pack
+        )
     return family.build(model.config, PackedLoader(weights, backend)), weights.used
 
 

@@ -28,6 +28,7 @@ from tokenpath.engine.kernels.packed import (
 )
 from tokenpath.engine.kernels.quantize import BLOCK, GROUP, Bits, Int4Weight, take_int4, to_int4
 from tokenpath.engine.loading import Progress, TensorBook
+from tokenpath.engine.parallel.share import ALL, Share
 from tokenpath.models.layout import EMBEDDING
 from tokenpath.models.local import LocalModel
 from tokenpath.models.quantized.matrix import QuantizedMatrix
@@ -102,7 +103,8 @@ class Packer:
         self._native = native
         self._progress = progress
         self.weights = PackedWeights(memory, (), panel=native.PANEL)
-        self._book = TensorBook(model)
+        self._share = backend.share
+        self._book = TensorBook(model, self._share)
         self._fast_types = frozenset(native.gguf_types())
         # One thread of ours is one of torch's: they would else be multiplied with each other.
         self._torch_threads = torch.get_num_threads()
@@ -111,7 +113,8 @@ class Packer:
         )
         self._futures: list[Future[None]] = []
         self._packed = 0
-        self._total = sum(tensor.elements for tensor in model.tensors.values())
+        own = (model.tensors[name] for name in self._book.own)
+        self._total = sum(tensor.elements for tensor in own) // self._share.parts
         self._counting = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -129,36 +132,46 @@ class Packer:
         return self.weights
 
     def linear(self, names: Seq[str], rows: Seq[int], columns: int, *, bias: bool) -> PackedMatrix:
-        matrix = self._room_for(_joined(names), self._bits, sum(rows), columns, bias=bias)
+        share = self._share
+        held = [share.held(count) for count in rows]
+        matrix = self._room_for(_joined(names), self._bits, sum(held), columns, bias=bias)
         begin = 0
-        for name, count in zip(names, rows, strict=True):
-            source = self._open(f"{name}.weight", count, columns)
-            self._pack(matrix, begin, count, self._bits, partial(self._rounded, self._bits, source))
+        for name, count, room in zip(names, rows, held, strict=True):
+            source, own = self._open(f"{name}.weight", count, columns), share.rows(count)
+            rounded = partial(self._rounded_from, own.start, self._bits, source)
+            self._pack(matrix, begin, len(own), self._bits, rounded)
             if matrix.bias is not None:
-                matrix.bias[begin : begin + count] = self._read(f"{name}.bias", count)
-            begin += count
+                shift = self._read(f"{name}.bias", count)
+                matrix.bias[begin : begin + len(own)] = shift[own.start : own.stop]
+            begin += room
         return matrix
 
     def gate_up(
         self, names: tuple[str, str], rows: int, columns: int, *, bias: bool
     ) -> PackedMatrix:
-        matrix = self._room_for(_joined(names), self._bits, 2 * rows, columns, bias=bias)
+        own = self._share.rows(rows)
+        both = 2 * len(own)
+        matrix = self._room_for(_joined(names), self._bits, both, columns, bias=bias)
         pair = [self._open(f"{name}.weight", rows, columns) for name in names]
 
         def rounded(begin: int, end: int) -> Rounded:
-            halves = [self._rounded(self._bits, s, begin // 2, end // 2) for s in pair]
+            halves = [
+                self._rounded_from(own.start, self._bits, s, begin // 2, end // 2) for s in pair
+            ]
             return tuple(_alternating(*parts) for parts in zip(*halves, strict=True))
 
-        self._pack(matrix, 0, 2 * rows, self._bits, rounded)
+        self._pack(matrix, 0, both, self._bits, rounded)
         if matrix.bias is not None:
-            shifts = (self._read(f"{name}.bias", rows) for name in names)
-            matrix.bias[: 2 * rows] = _alternating(*shifts)
+            shifts = (self._read(f"{name}.bias", rows)[own.start : own.stop] for name in names)
+            matrix.bias[:both] = _alternating(*shifts)
         return matrix
 
     def table(self, name: str, rows: int, columns: int) -> PackedMatrix:
-        matrix = self._room_for(name, TABLE_BITS, rows, columns, bias=False)
+        held, own = self._share.held(rows), self._share.rows(rows)
+        matrix = self._room_for(name, TABLE_BITS, held, columns, bias=False)
         source = self._open(name, rows, columns)
-        self._pack(matrix, 0, rows, TABLE_BITS, partial(self._rounded, TABLE_BITS, source))
+        rounded = partial(self._rounded_from, own.start, TABLE_BITS, source)
+        self._pack(matrix, 0, len(own), TABLE_BITS, rounded)
         return matrix
 
     def tied(self, table: PackedMatrix) -> PackedMatrix:
@@ -214,6 +227,12 @@ class Packer:
 
         self._futures += [self._pool.submit(part, begin) for begin in range(0, count, step)]
 
+    def _rounded_from(
+        self, first: int, bits: Bits, source: Matrix, begin: int, end: int
+    ) -> Rounded:
+        """Rows counted from ``first``, where this rank's own begin."""
+        return self._rounded(bits, source, first + begin, first + end)
+
     def _rounded(self, bits: Bits, source: Matrix, begin: int, end: int) -> Rounded:
         rows, columns = end - begin, source.info.shape[1]
         if isinstance(source, QuantizedMatrix):
@@ -263,16 +282,19 @@ class Packer:
                 self._progress("packing weights", min(1.0, self._packed / self._total))
 
 
-def packed_bytes(model: LocalModel, bits: Bits, native: Any) -> int:
-    """Memory that suffices for all of a model's packed weights: exact but for shared panels."""
+def packed_bytes(model: LocalModel, bits: Bits, native: Any, share: Share = ALL) -> int:
+    """Memory that suffices for a share's packed weights: exact but for shared panels."""
     panel = native.PANEL
     sizes: list[int] = []
     for name, tensor in model.tensors.items():
-        rows = -(-tensor.shape[0] // panel) * panel
-        if len(tensor.shape) == 1:
-            # A bias is rounded up to whole panels, and begins a page with its matrix.
-            sizes.append(rows * 4)
+        if not share.has(name, model.config):
             continue
+        if len(tensor.shape) == 1:
+            # A bias is rounded up to whole panels, and begins a page with its matrix. A norm is
+            # whole in every part.
+            sizes.append(-(-tensor.shape[0] // panel) * panel * 4)
+            continue
+        rows = -(-share.held(tensor.shape[0]) // panel) * panel
         its_bits = TABLE_BITS if name == EMBEDDING else bits
         sizes += [rows // panel * native.panel_bytes(its_bits, tensor.shape[1]), rows * 4]
     return room_for(sizes)

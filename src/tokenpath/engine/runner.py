@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +23,7 @@ from tokenpath.engine.layers import Decoder, Step
 from tokenpath.engine.loading import CheckpointLoader, Progress
 from tokenpath.engine.native_loading import load_native
 from tokenpath.engine.packed_cache import PackedCache
+from tokenpath.engine.parallel.ranks import ALONE, Ranks
 from tokenpath.engine.rotary import rotaries
 from tokenpath.engine.rows import TORCH, Reducer
 from tokenpath.models.architecture import KvDtype, ModelConfig
@@ -30,6 +32,18 @@ from tokenpath.models.memory import parameters
 from tokenpath.policy.sequence import StepPlan
 
 log = logging.getLogger(__name__)
+
+
+class Followers(Protocol):
+    """The other ranks of a divided model, as rank 0 has them; see ``parallel.crew.Crew``."""
+
+    def send(self, batch: StepBatch) -> None:
+        """Let every rank compute a batch. Raises ``ReplicaLostError``."""
+        ...
+
+    def reason(self, error: Exception) -> Exception:
+        """What to raise for a step that failed with ``error`` after it was sent."""
+        ...
 
 
 class ModelRunner:
@@ -47,12 +61,16 @@ class ModelRunner:
         bits: Bits | None = None,
         packed_cache: PackedCache | None = None,
         progress: Progress | None = None,
+        ranks: Ranks = ALONE,
+        meeting: Any = None,
     ) -> None:
         """Load the weights and allocate the pool.
 
         With ``bits`` weights are quantized, and computed with by the native kernels where they are
         there; ``dtype`` is that of activations where they are not, and of KV unless ``kv_dtype``
         says otherwise. What is packed for the kernels is kept in ``packed_cache``, if there is one.
+        ``ranks`` have the rest of a model of which this is one rank's share; the native kernels of
+        a stage's parts exchange in ``meeting``.
 
         Raises ``ModelUnsupportedError`` for an unknown family, ``ModelFileError`` for tensors
         that do not fit the model's metadata.
@@ -62,7 +80,10 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._device = device
-        self._backend = TorchBackend(dtype, device, bits)
+        self._ranks = ranks
+        self._share = ranks.share
+        self._followers: Followers | None = None
+        self._backend = TorchBackend(dtype, device, bits, ranks)
         self._rotaries = rotaries(self.config, device)
         self._native: NativeProgram | None = None
         self._decoder: Decoder | None = None
@@ -75,14 +96,19 @@ class ModelRunner:
             kv_dtype = "float32" if dtype == torch.float32 else "bfloat16"
         self.kv_dtype: KvDtype = kv_dtype
         self.kv_bytes_per_token = self.config.kv_bytes_per_token(kv_dtype)
-        kernels = None if bits is None else usable_kernels(self.config, dtype, device, block_tokens)
+        parts = self._share.parts
+        kernels = (
+            None
+            if bits is None
+            else usable_kernels(self.config, dtype, device, block_tokens, parts=parts)
+        )
         family = find_family(self.config)
         with torch.inference_mode(), ThreadPoolExecutor(1) as aside:
             # Touching the pool's memory for the first time takes as long as reading weights that
             # are packed already.
             allocated = aside.submit(
                 allocate_kv_cache,
-                self.config,
+                self._share.own(self.config),
                 num_blocks=num_blocks,
                 block_tokens=block_tokens,
                 dtype=kv_dtype,
@@ -115,7 +141,12 @@ class ModelRunner:
                     rotaries=dict(self._rotaries),
                     block_tokens=block_tokens,
                     threads=self.threads,
+                    meeting=meeting,
                 )
+
+    def lead(self, followers: Followers) -> None:
+        """Be rank 0 of ranks that are all loaded: from now on they compute every batch, too."""
+        self._followers = followers
 
     @property
     def kernels(self) -> str:
@@ -143,9 +174,35 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Compute a batch: float32 [sampled rows, vocab], in the order of ``sampled_rows``."""
-        if self._native is not None:
-            return self._native.run(batch)
+        """Compute a batch: float32 [sampled rows, vocab], in the order of ``sampled_rows``.
+
+        A rank that is not the first gets no rows. Raises ``ReplicaLostError`` if ranks cannot go
+        on together, which is final.
+        """
+        if self._followers is None:
+            return self._compute(batch)
+        self._followers.send(batch)
+        try:
+            return self._compute(batch)
+        except Exception as error:
+            raise self._followers.reason(error) from error
+
+    def _compute(self, batch: StepBatch) -> torch.Tensor:
+        ranks, share, before = self._ranks, self._share, None
+        tokens, sampled = len(batch.token_ids), len(batch.sampled_rows)
+        if not share.first:
+            kind = self.dtype if self._native is None else torch.float32
+            before = ranks.take_over((tokens, self.config.hidden_size), kind)
+        compute = self._in_torch if self._native is None else self._native.run
+        made = compute(batch, before)
+        if not share.last:
+            ranks.pass_on(made)
+        shape = (sampled, self.config.vocab_size)
+        logits = ranks.answer(made if share.last else None, shape)
+        return torch.empty(0, self.config.vocab_size) if logits is None else logits
+
+    def _in_torch(self, batch: StepBatch, before: torch.Tensor | None) -> torch.Tensor:
+        """Logits, or what the next stage goes on with; ``before`` is from the one before."""
         assert self._decoder is not None
         positions = torch.from_numpy(batch.positions).to(self._device)
         step = Step(
@@ -155,22 +212,25 @@ class ModelRunner:
             attention=self._backend.plan_attention(batch, self._decoder.attention_specs),
             cache=self._cache,
         )
-        hidden = self._decoder.hidden(step)
+        hidden = self._decoder.hidden(step, before)
+        if not self._share.last:
+            return hidden
         rows = torch.from_numpy(batch.sampled_rows).to(self._device)
         return self._decoder.logits(hidden.index_select(0, rows))
 
 
 def usable_kernels(
-    config: ModelConfig, dtype: torch.dtype, device: str, block_tokens: int
+    config: ModelConfig, dtype: torch.dtype, device: str, block_tokens: int, *, parts: int = 1
 ) -> str | None:
     """The native kernels for quantized weights of a model; None, logged unless chosen: torch.
 
-    ``dtype`` is that of activations elsewhere. Raises ``SpecError`` as ``chosen_kernels``.
+    ``dtype`` is that of activations elsewhere, ``parts`` how many ranks share each matrix.
+    Raises ``SpecError`` as ``chosen_kernels``.
     """
     kernels = chosen_kernels() if torch.device(device).type == "cpu" else None
     if kernels is None:
         return None
-    reason = obstacle(config, block_tokens)
+    reason = obstacle(config, block_tokens, parts)
     if dtype != torch.bfloat16:
         reason = "the native kernels keep KV in bfloat16 or int8"
     if reason is not None:

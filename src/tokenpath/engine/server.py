@@ -255,7 +255,9 @@ class EngineServer:
             self._answer(result.answered, result.stats)
 
     def broke(self, error: BaseException) -> None:
-        self._fail_live(EngineError(f"the engine failed while working ({type(error).__name__})"))
+        if not isinstance(error, TokenpathError):
+            error = EngineError(f"the engine failed while working ({type(error).__name__})")
+        self._fail_live(error)
         self._rest.drain()
         self.end(EXIT_BROKEN)
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tokenpath.engine.memory_release import give_back
-from tokenpath.protocol.errors import EngineError, TokenpathError
+from tokenpath.protocol.errors import EngineError, ReplicaLostError, TokenpathError
 from tokenpath.protocol.events import EngineStages, Failed, Finish, TokenDelta
 from tokenpath.protocol.link import ReplicaEvent
 from tokenpath.protocol.pooling import PoolingRequest
@@ -91,6 +91,10 @@ class Core(Protocol):
 
     def check_integrity(self) -> None:
         """Raise AssertionError naming the first broken invariant."""
+
+    def watch(self, broken: Callable[[Exception], None]) -> None:
+        """Call this, from any thread, if the engine breaks while no step is asked of it."""
+        ...
 
     def close(self, *, keep_kv: bool = True) -> None:
         """Let go of what outlives the process, within seconds; the last call.
@@ -178,6 +182,7 @@ class Inbox:
         self._max_commands = max_commands
         self._commands: list[Command] = []
         self._closed = False
+        self._broken: Exception | None = None
         self._changed = threading.Condition()
 
     def put(self, command: Command) -> bool:
@@ -190,6 +195,12 @@ class Inbox:
             self._changed.notify()
             return True
 
+    def fail(self, error: Exception) -> None:
+        """Let the next ``take`` raise."""
+        with self._changed:
+            self._broken = error
+            self._changed.notify()
+
     def close(self) -> None:
         """Wake the worker for the last time."""
         with self._changed:
@@ -199,11 +210,13 @@ class Inbox:
     def take(self, *, wait: bool) -> list[Command] | None:
         """Everything that came in; with ``wait``, sleep until there is something.
 
-        None once the inbox is closed.
+        None once the inbox is closed. Raises what ``fail`` was told.
         """
         with self._changed:
-            while wait and not self._commands and not self._closed:
+            while wait and not self._commands and not self._closed and self._broken is None:
                 self._changed.wait()
+            if self._broken is not None and not self._closed:
+                raise self._broken
             if self._closed:
                 return None
             commands, self._commands = self._commands, []
@@ -269,6 +282,7 @@ class Worker:
     def _run(self) -> None:
         core = self._loaded_core(self._outlet.load_failed)
         while core is not None:
+            core.watch(self.inbox.fail)
             try:
                 order = self._serve(core)
                 with self._turning():
@@ -278,6 +292,10 @@ class Worker:
                     self._earlier = self._stats(core).counted()
                     core = self.grammars = self.giver = None
                     give_back()
+            except ReplicaLostError as error:
+                log.error("%s", error.message)  # noqa: TRY400 - the sentence says it all
+                self._outlet.broke(error)
+                return
             except Exception as error:
                 log.exception("the engine's state cannot be trusted any more")
                 self._outlet.broke(error)

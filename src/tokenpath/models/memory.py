@@ -24,6 +24,10 @@ OVERHEAD_BYTES = 1 << 30
 """On top of weights and KV: a process with torch loaded (0.25 GB), a step's activations, and, for
 a moment during loading, the largest tensor in float32 (0.9 GB for a vocabulary of 150,000)."""
 
+RANK_BYTES = 384 << 20
+"""What each further process of a divided model takes beside its part of weights and KV: torch, a
+step's activations, and the larger part of its packing."""
+
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2**63."""

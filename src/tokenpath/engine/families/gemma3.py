@@ -35,7 +35,9 @@ class _Block:
 
 def build(config: ModelConfig, weights: WeightLoader) -> Decoder:
     """Take the weights; see ``registry.Family``."""
-    blocks = [_load_block(config, weights, layer) for layer in range(config.layers)]
+    blocks = [
+        _load_block(config, weights, layer) for layer in weights.backend.share.layers(config.layers)
+    ]
     # The model was trained with this factor rounded to the activations' type.
     scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
     return Decoder.load(weights, config, blocks, embedding_scale=scale, norm_offset=_NORM_OFFSET)

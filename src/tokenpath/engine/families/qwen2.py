@@ -9,5 +9,8 @@ from tokenpath.models.architecture import ModelConfig
 
 def build(config: ModelConfig, weights: WeightLoader) -> Decoder:
     """Take the weights; see ``registry.Family``."""
-    blocks = [PreNormBlock.load(weights, config, layer) for layer in range(config.layers)]
+    blocks = [
+        PreNormBlock.load(weights, config, layer)
+        for layer in weights.backend.share.layers(config.layers)
+    ]
     return Decoder.load(weights, config, blocks)

@@ -11,6 +11,6 @@ def build(config: ModelConfig, weights: WeightLoader) -> Decoder:
     """Take the weights; see ``registry.Family``."""
     blocks = [
         PreNormBlock.load(weights, config, layer, query_key_norms=True)
-        for layer in range(config.layers)
+        for layer in weights.backend.share.layers(config.layers)
     ]
     return Decoder.load(weights, config, blocks)

@@ -19,6 +19,7 @@ import torch
 
 from tokenpath.engine.batch import StepBatch
 from tokenpath.engine.kv_cache import KvLayer
+from tokenpath.engine.parallel.share import Share
 from tokenpath.engine.rotary import Angles
 
 LinearInput: TypeAlias = Any
@@ -75,6 +76,15 @@ class AttentionStep(Protocol):
 class KernelBackend(Protocol):
     """Everything a model family needs computed."""
 
+    @property
+    def share(self) -> Share:
+        """Which part of a model this rank has: the rows of its weights are that part's alone."""
+        ...
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, n] of each part to [T, parts * n] of all: activations, or a ``LinearInput``."""
+        ...
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Take over a weight [out, in] and a bias [out], packing them as the backend likes.
 
@@ -91,7 +101,7 @@ class KernelBackend(Protocol):
         ...
 
     def embed(self, table: Table, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of ``table`` [vocab, hidden] for int64 ids [T]."""
+        """Rows of ``table`` [vocab, hidden] for int64 ids [T], whichever part has them."""
         ...
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -20,15 +20,18 @@ from tokenpath.engine.kv_cache import KvCache, KvLayer
 from tokenpath.engine.layers import Attention, Block, Decoder, RMSNorm
 from tokenpath.engine.rotary import Rotary
 from tokenpath.models.architecture import LayerKind, ModelConfig
+from tokenpath.protocol.errors import ReplicaLostError
 
 _ALIGNED = 32
 """What the kernels want sizes to be multiples of."""
+_GATED = 16
+"""Gate's and partner's rows alternate in so many."""
 _KV_GROUP = 16
 """Tokens whose keys are interleaved."""
 
 
-def obstacle(config: ModelConfig, block_tokens: int) -> str | None:
-    """Why a model cannot run natively; None if it can."""
+def obstacle(config: ModelConfig, block_tokens: int, parts: int = 1) -> str | None:
+    """Why a model, or each of so many parts of it, cannot run natively; None if it can."""
     sizes = {
         "hidden size": config.hidden_size,
         "feed-forward size": config.intermediate_size,
@@ -43,6 +46,11 @@ def obstacle(config: ModelConfig, block_tokens: int) -> str | None:
         return "more than 48 query heads share a KV head"
     if block_tokens % _KV_GROUP:
         return f"block_tokens is {block_tokens}, no multiple of {_KV_GROUP}"
+    if config.intermediate_size // parts % _GATED:
+        return (
+            f"its feed-forward size {config.intermediate_size}, divided by {parts}, is no multiple "
+            f"of {_GATED}"
+        )
     return None
 
 
@@ -59,8 +67,12 @@ class NativeProgram:
         rotaries: dict[LayerKind, Rotary],
         block_tokens: int,
         threads: int,
+        meeting: Any = None,
     ) -> None:
-        """Write the program of a decoder of packed weights; the decoder is not needed after."""
+        """Write the program of a decoder of packed weights; the decoder is not needed after.
+
+        ``meeting`` is where the parts of a model that is divided by rows exchange what they make.
+        """
         self.kernels = kernels
         """Name of the instruction set."""
         self._native = native
@@ -72,8 +84,15 @@ class NativeProgram:
         self._buffers: dict[str, int] = {}
         self._block_tokens = block_tokens
         self._softcap = decoder.logit_softcap
-        self._vocab = _packed(decoder.embedding).rows
+        self._vocab = decoder.vocab_size
         self._cache = cache
+        self._share = decoder.backend.share
+        self._width = decoder.blocks[0].mlp_norm.weight.shape[-1]
+        """Of the residual."""
+        self._residual = -1
+        """The buffer that a stage begins and ends with."""
+        if meeting is not None:
+            self._program.join(meeting)
         indices: dict[int, int] = {}
         self._rotary: dict[LayerKind, int] = {}
         for kind, rotary in rotaries.items():
@@ -83,10 +102,19 @@ class NativeProgram:
             self._rotary[kind] = indices[id(rotary)]
         self._write(decoder)
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        """float32 [sampled rows, vocab]; keys and values of the step are in the pool after."""
-        logits = torch.empty(len(batch.sampled_rows), self._vocab)
-        self._program.run(
+    def run(self, batch: StepBatch, before: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [sampled rows, vocab]; keys and values of the step are in the pool after.
+
+        In a stage that is not the first, ``before`` is what the one before made, float32 [T,
+        hidden]; one that is not the last returns the same for the next. Only part 0 has logits.
+        Raises ``ReplicaLostError`` if another part does not come to an exchange.
+        """
+        share = self._share
+        if before is not None:
+            self._program.fill(self._residual, before.numpy())
+        has_logits = share.last and share.part == 0
+        logits = torch.empty(len(batch.sampled_rows) if has_logits else 0, self._vocab)
+        together = self._program.run(
             batch.token_ids,
             batch.positions,
             batch.slots,
@@ -96,36 +124,52 @@ class NativeProgram:
             batch.sampled_rows,
             logits.numpy(),
         )
+        if not together:
+            raise ReplicaLostError("a rank of this engine did not come to an exchange in time")
+        if not share.last:
+            made = torch.empty(len(batch.token_ids), self._width)
+            self._program.copy(self._residual, made.numpy())
+            return made
         if self._softcap is not None:
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
         return logits
 
     def _write(self, decoder: Decoder) -> None:
-        hidden = _packed(decoder.embedding).columns
-        program = self._program
-        residual = self._buffer("residual", hidden)
+        program, share, hidden = self._program, self._share, self._width
+        self._residual = residual = self._buffer("residual", hidden)
         normed = self._buffer("normed", hidden, quantized=True)
-        head = self._matrix(decoder.head)
-        tied = decoder.head is decoder.embedding
-        table = head if tied else self._matrix(decoder.embedding)
-        scale = 1.0 if decoder.embedding_scale is None else decoder.embedding_scale
-        program.embed(residual, table, scale)
+        head = None if decoder.head is None else self._matrix(decoder.head)
+        if decoder.embedding is not None:
+            tied = decoder.head is decoder.embedding
+            table = head if tied else self._matrix(decoder.embedding)
+            scale = 1.0 if decoder.embedding_scale is None else decoder.embedding_scale
+            first = share.part * _packed(decoder.embedding).rows
+            program.embed(residual, table, scale, first)
+            if share.parts > 1:
+                program.exchange_rows(residual, hidden, first, _packed(decoder.embedding).rows)
         for block in decoder.blocks:
             self._norm_quantize(block.attention_norm, residual, normed, block.attention.qkv)
             attended = self._attention(block.attention, normed)
-            sampled = block is decoder.blocks[-1]
+            sampled = share.last and block is decoder.blocks[-1]
             if sampled:
                 # All keys and values are written: what is left serves the logits alone.
-                attended = self._gather("attended, sampled", attended, block.attention.out)
-                residual = self._gather("residual, sampled", residual, decoder.head)
+                attended = self._gather("attended, sampled", attended, _attended(block.attention))
+                residual = self._gather("residual, sampled", residual, hidden)
             self._advance(block, attended, residual, sampled=sampled)
+        if decoder.head is None or decoder.norm is None:
+            return
         ready = self._buffer("ready", hidden, quantized=True)
         self._norm_quantize(decoder.norm, residual, ready, decoder.head, sampled=True)
-        program.matmul(ready, -1, head, False, "", True)
+        if share.parts == 1:
+            program.matmul(ready, -1, head, False, "", True)
+            return
+        held = _packed(decoder.head).rows
+        logits = self._buffer("logits", held, sampled=True)
+        program.matmul(ready, logits, head, False, "", True)
+        program.exchange(logits, -1, held, share.part * held, self._vocab, True)
 
-    def _gather(self, role: str, source: int, product: object) -> int:
-        """The rows that are sampled of what a product will eat."""
-        columns = _packed(product).columns
+    def _gather(self, role: str, source: int, columns: int) -> int:
+        """The rows that are sampled of a buffer."""
         to = self._buffer(role, columns)
         self._program.gather(source, to, columns)
         return to
@@ -137,6 +181,10 @@ class NativeProgram:
         mlp_norm = getattr(block, "mlp_out_norm", None)
         out, gate_up, down = block.attention.out, block.mlp.gate_up, block.mlp.down
         width = _packed(out).columns
+        if self._share.parts > 1:
+            whole = self._buffer("attended by all", width)
+            self._exchange(attended, whole, width, sampled=sampled)
+            attended = whole
         rounded = self._buffer("attended, rounded", width, quantized=True)
         program.quantize(attended, rounded, width, _by_run(out), sampled=sampled)
         self._project(out, rounded, residual, attention_norm, sampled=sampled)
@@ -146,15 +194,32 @@ class NativeProgram:
         joined = self._buffer("joined", width)
         rounded = self._buffer("joined, rounded", width, quantized=True)
         matrix = self._matrix(gate_up)
-        program.matmul(normed, joined, matrix, False, block.mlp.activation, sampled)
+        first = self._share.part * (_packed(gate_up).rows // 2)
+        program.matmul(normed, joined, matrix, False, block.mlp.activation, sampled, first)
+        self._exchange(joined, joined, width, sampled=sampled)
         program.quantize(joined, rounded, width, _by_run(down), sampled=sampled)
         self._project(down, rounded, residual, mlp_norm, sampled=sampled)
 
-    def _buffer(self, role: str, columns: int, *, quantized: bool = False) -> int:
-        """The buffer of a role, which all layers share: each is done with it before the next."""
+    def _exchange(self, source: int, to: int, columns: int, *, sampled: bool) -> None:
+        """Make ``to``, of so many columns, whole of what each part has of it.
+
+        A ``source`` that is another buffer holds this part's columns alone.
+        """
+        parts = self._share.parts
+        if parts > 1:
+            width = columns // parts
+            self._program.exchange(source, to, width, self._share.part * width, columns, sampled)
+
+    def _buffer(
+        self, role: str, columns: int, *, quantized: bool = False, sampled: bool = False
+    ) -> int:
+        """The buffer of a role, which all layers share: each is done with it before the next.
+
+        One for ``sampled`` rows has no room for others.
+        """
         name = f"{role} {columns}"
         if name not in self._buffers:
-            self._buffers[name] = int(self._program.buffer(columns, quantized))
+            self._buffers[name] = int(self._program.buffer(columns, quantized, sampled))
         return self._buffers[name]
 
     def _norm_quantize(
@@ -184,8 +249,7 @@ class NativeProgram:
             self._balance(attention),
             self._rotary[attention.kind],
         )
-        width = spec.heads * spec.head_dim
-        attended = self._buffer("attended", width)
+        attended = self._buffer("attended", _attended(attention))
         program.attend(attended, shape, pool)
         return attended
 
@@ -193,13 +257,15 @@ class NativeProgram:
         self, linear: Linear, source: int, residual: int, norm: RMSNorm | None, *, sampled: bool
     ) -> None:
         """Add a product to the residual, normed first where the family does that."""
-        matrix = self._matrix(linear)
+        matrix, size = self._matrix(linear), self._width
+        first = self._share.part * _packed(linear).rows
         if norm is None:
-            self._program.matmul(source, residual, matrix, True, "", sampled)
+            self._program.matmul(source, residual, matrix, True, "", sampled, first)
+            self._exchange(residual, residual, size, sampled=sampled)
             return
-        size = norm.weight.shape[-1]
         made = self._buffer("made", size)
-        self._program.matmul(source, made, matrix, False, "", sampled)
+        self._program.matmul(source, made, matrix, False, "", sampled, first)
+        self._exchange(made, made, size, sampled=sampled)
         weight = self._address(norm.weight)
         self._program.norm(made, residual, size, weight, norm.eps, True, sampled)
 
@@ -246,6 +312,11 @@ class NativeProgram:
         return self._native.weights(
             matrix.bits, matrix.rows, matrix.columns, matrix.data, matrix.scale, bias
         )
+
+
+def _attended(attention: Attention) -> int:
+    """Columns of what a rank's heads put out."""
+    return attention.spec.heads * attention.spec.head_dim
 
 
 def _packed(linear: object) -> PackedMatrix:

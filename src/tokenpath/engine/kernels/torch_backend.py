@@ -15,6 +15,8 @@ from tokenpath.engine.kernels.torch_attention import plan_torch_attention
 from tokenpath.engine.kernels.torch_kv import write_pool
 from tokenpath.engine.kernels.torch_quantized import QuantizedLinear, quantized_linear
 from tokenpath.engine.kv_cache import KvLayer
+from tokenpath.engine.parallel.ranks import ALONE, Ranks
+from tokenpath.engine.parallel.share import Share
 from tokenpath.engine.rotary import Angles
 
 
@@ -42,6 +44,15 @@ class TorchBackend:
     device: str
     bits: Bits | None = None
     """Of quantized weights. None: weights as they come."""
+    ranks: Ranks = ALONE
+    """Those that have the rest of the model."""
+
+    @property
+    def share(self) -> Share:
+        return self.ranks.share
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.join(x)
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None
@@ -64,7 +75,12 @@ class TorchBackend:
         return table.to(self.dtype)
 
     def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(token_ids, table)
+        if self.share.parts == 1:
+            return functional.embedding(token_ids, table)
+        # Every part looks up something for every token; what the token's own part found counts.
+        owners = token_ids // len(table)
+        own = (token_ids - self.share.part * len(table)).clamp(0, len(table) - 1)
+        return self.ranks.pick(functional.embedding(own, table), owners)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if weight.dim() == 1:

@@ -62,6 +62,13 @@ def build_pooling_engine(
     dtype = pooling_dtype(model, settings)
     if device.type == "cpu":
         _check_memory(model, dtype, available_bytes())
+    for field in ("tensor_parallel", "pipeline_parallel"):
+        if getattr(settings, field) > 1:
+            raise SpecError(
+                f"{field} is for models that generate; {model.name} is served for its vectors, and "
+                "runs in one process",
+                param=field,
+            )
     torch.set_num_threads(settings.threads or default_threads())
     context = input_limit(model, settings.max_context_tokens)
     step_tokens = max(settings.max_step_tokens, context)

@@ -168,6 +168,9 @@ class PoolingCore:
     def close(self, *, keep_kv: bool = True) -> None:
         """Nothing of it outlives the process, and it has no KV to keep."""
 
+    def watch(self, broken: Callable[[Exception], None]) -> None:
+        """Nothing breaks here while it does nothing."""
+
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant. Between steps only."""
         for request_id, live in self._live.items():

@@ -116,6 +116,7 @@ class DecoderReader:
             attention=self._backend.plan_attention(batch, self._decoder.attention_specs),
             cache=self._cache,
         )
+        assert self._decoder.norm is not None, "a whole model is read"
         hidden = self._decoder.norm(self._decoder.hidden(step))
         return _in_order(pool(hidden, layout, self._pooling), layout)
 

@@ -201,6 +201,14 @@ NB_MODULE(_native, m) {
         }, nb::arg("keys"), nb::arg("values"), nb::arg("key_scales"), nb::arg("value_scales"),
            nb::arg("block_tokens"));
 
+    nb::class_<Meeting>(m, "Meeting")
+        .def("__init__", [](Meeting* self, Array<uint8_t, nb::ndim<1>> memory, int part, int parts,
+                            double timeout_s) {
+            new (self) Meeting(memory.data(), memory.size(), part, parts, timeout_s);
+        }, nb::arg("memory"), nb::arg("part"), nb::arg("parts"), nb::arg("timeout_s"),
+           nb::keep_alive<1, 2>())
+        .def("give_up", &Meeting::give_up);
+
     nb::class_<Team>(m, "Team").def(nb::init<int>(), nb::arg("threads"));
 
     m.def("chunk_maxima", [](Team& team, const std::string& kernels, Chunks logits,
@@ -236,13 +244,15 @@ NB_MODULE(_native, m) {
             new (self) Program(std::move(team), find_kernels(kernels));
         }, nb::arg("team"), nb::arg("kernels"))
         .def("rotary", &Program::rotary, nb::arg("inverse_frequencies"), nb::arg("magnitude"))
-        .def("buffer", &Program::buffer, nb::arg("columns"), nb::arg("quantized"))
-        .def("embed", [](Program& self, int to, const Weights& matrix, float scale) {
+        .def("buffer", &Program::buffer, nb::arg("columns"), nb::arg("quantized"), nb::arg("sampled"))
+        .def("join", &Program::join, nb::arg("meeting"))
+        .def("embed", [](Program& self, int to, const Weights& matrix, float scale, int first) {
             Operation op = rows(Kind::embed, -1, to, matrix.columns, false);
             op.matrix = matrix;
             op.scale = scale;
+            op.first = first;
             self.append(op);
-        }, nb::arg("to"), nb::arg("matrix"), nb::arg("scale"))
+        }, nb::arg("to"), nb::arg("matrix"), nb::arg("scale"), nb::arg("first"))
         .def("norm", [](Program& self, int from, int to, int columns, uintptr_t weight, float eps,
                         bool add, bool sampled) {
             self.append(norm(Kind::norm, from, to, columns, weight, eps, add, sampled));
@@ -256,14 +266,36 @@ NB_MODULE(_native, m) {
         }, nb::arg("source"), nb::arg("to"), nb::arg("columns"), nb::arg("by_run"),
            nb::arg("weight") = 0, nb::arg("eps") = 0.0f, nb::arg("sampled") = false)
         .def("matmul", [](Program& self, int from, int to, const Weights& matrix, bool add,
-                          const std::string& activation, bool sampled) {
+                          const std::string& activation, bool sampled, int first) {
             Operation op = rows(Kind::matmul, from, to, matrix.columns, sampled);
             op.matrix = matrix;
             op.output = !activation.empty() ? Output::gated : add ? Output::add : Output::store;
             op.activation = activation == "gelu_tanh" ? Activation::gelu_tanh : Activation::silu;
+            op.first = first;
             self.append(op);
         }, nb::arg("source"), nb::arg("to"), nb::arg("matrix"), nb::arg("add"), nb::arg("activation"),
+           nb::arg("sampled"), nb::arg("first") = 0)
+        .def("exchange", [](Program& self, int from, int to, int own, int first, int columns,
+                            bool sampled) {
+            Operation op = rows(Kind::exchange, from, to, columns, sampled);
+            op.own = own;
+            op.first = first;
+            self.append(op);
+        }, nb::arg("source"), nb::arg("to"), nb::arg("own"), nb::arg("first"), nb::arg("columns"),
            nb::arg("sampled"))
+        .def("exchange_rows", [](Program& self, int buffer, int columns, int first, int own) {
+            Operation op = rows(Kind::exchange, buffer, buffer, columns, false);
+            op.own = own;
+            op.first = first;
+            op.by_token = true;
+            self.append(op);
+        }, nb::arg("buffer"), nb::arg("columns"), nb::arg("first"), nb::arg("own"))
+        .def("fill", [](Program& self, int buffer, Array<const float, nb::ndim<2>> rows) {
+            self.fill(buffer, rows.data(), rows.shape(0));
+        }, nb::arg("buffer"), nb::arg("rows"))
+        .def("copy", [](const Program& self, int buffer, Array<float, nb::ndim<2>> rows) {
+            self.copy(buffer, rows.data(), rows.shape(0));
+        }, nb::arg("buffer"), nb::arg("rows"))
         .def("split", [](Program& self, int from, const AttentionShape& shape, const KvPool& pool,
                          uintptr_t weight, float eps, uintptr_t balance, int rotary) {
             Operation op = norm(Kind::split, from, -1, 0, weight, eps, false, false);
@@ -289,15 +321,15 @@ NB_MODULE(_native, m) {
             const size_t tokens = token_ids.size(), chunks = context_tokens.size();
             if (positions.size() != tokens || slots.size() != tokens ||
                 row_starts.size() != chunks + 1 || block_tables.shape(0) != chunks ||
-                logits.shape(0) != sampled_rows.size())
+                (logits.shape(0) != sampled_rows.size() && logits.shape(0) != 0))
                 throw std::invalid_argument("the arrays of a step do not fit each other");
             const StepInput step{tokens, token_ids.data(), positions.data(), slots.data(),
                                  {chunks, row_starts.data(), context_tokens.data(),
                                   block_tables.data(), block_tables.shape(1)},
-                                 sampled_rows.size(), sampled_rows.data(), logits.data(),
-                                 logits.shape(1)};
+                                 sampled_rows.size(), sampled_rows.data(),
+                                 logits.shape(0) == 0 ? nullptr : logits.data(), logits.shape(1)};
             nb::gil_scoped_release free;
-            self.run(step);
+            return self.run(step);
         }, nb::arg("token_ids"), nb::arg("positions"), nb::arg("slots"), nb::arg("row_starts"),
            nb::arg("context_tokens"), nb::arg("block_tables"), nb::arg("sampled_rows"), nb::arg("logits"));
 }

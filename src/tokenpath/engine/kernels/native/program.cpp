@@ -39,10 +39,11 @@ int Program::rotary(std::vector<float> inverse_frequencies, float magnitude) {
     return int(rotaries_.size()) - 1;
 }
 
-int Program::buffer(int columns, bool quantized) {
+int Program::buffer(int columns, bool quantized, bool sampled) {
     Buffer buffer;
     buffer.columns = columns;
     buffer.quantized = quantized;
+    buffer.sampled = sampled;
     buffers_.push_back(std::move(buffer));
     return int(buffers_.size()) - 1;
 }
@@ -134,8 +135,18 @@ void Program::share(size_t phase, int thread, size_t count, const Work& work) {
     }
 }
 
-void Program::run(const StepInput& step) {
-    for (auto& buffer : buffers_) buffer.reserve(step.tokens);
+void Program::fill(int buffer, const float* from, size_t rows) {
+    buffers_[buffer].reserve(rows);
+    std::copy(from, from + rows * buffers_[buffer].columns, buffers_[buffer].floats.data());
+}
+
+void Program::copy(int buffer, float* to, size_t rows) const {
+    const float* from = buffers_[buffer].floats.data();
+    std::copy(from, from + rows * buffers_[buffer].columns, to);
+}
+
+bool Program::run(const StepInput& step) {
+    for (auto& buffer : buffers_) buffer.reserve(buffer.sampled ? step.sampled : step.tokens);
     for (auto& rotary : rotaries_) {
         const size_t size = step.tokens * rotary.inverse_frequencies.size();
         if (rotary.cos.size() < size) {
@@ -177,6 +188,40 @@ void Program::run(const StepInput& step) {
             team_->barrier();
         }
     });
+    return !apart_;
+}
+
+// Makes rows whole of which each process has a part, in as many rounds as it takes.
+void Program::exchange(const Operation& op, const StepInput& step, size_t rows, int thread) {
+    const size_t columns = size_t(op.columns), own = size_t(op.own), first = size_t(op.first);
+    const size_t most = meeting_->floats() / columns, threads = size_t(team_->size());
+    // What a buffer of this part alone holds begins at its first column.
+    const size_t from_first = op.by_token || op.from != op.to ? 0 : first;
+    for (size_t begin = 0; begin < rows; begin += most) {
+        if (apart_) return;
+        const size_t count = std::min(most, rows - begin);
+        const size_t low = begin + count * thread / threads, high = begin + count * (thread + 1) / threads;
+        float* area = meeting_->area();
+        for (size_t row = low; row < high; row++) {
+            const float* from = buffers_[op.from].floats.data() + row * buffers_[op.from].columns;
+            float* to = area + (row - begin) * columns;
+            if (op.by_token) {
+                const int64_t token = step.token_ids[row] - op.first;
+                if (token >= 0 && token < op.own) std::copy(from, from + columns, to);
+            } else if (first < columns) {  // the last part of a vocabulary may be filled up
+                const size_t width = std::min(own, columns - first);
+                std::copy(from + from_first, from + from_first + width, to + first);
+            }
+        }
+        team_->barrier();
+        if (thread == 0 && !meeting_->meet()) apart_ = true;
+        team_->barrier();
+        float* whole = op.to < 0 ? step.logits : buffers_[op.to].floats.data();
+        if (apart_) return;
+        if (whole == nullptr) continue;
+        for (size_t row = low; row < high; row++)
+            std::copy(area + (row - begin) * columns, area + (row - begin + 1) * columns, whole + row * columns);
+    }
 }
 
 void Program::execute(const Operation& op, const StepInput& step, int thread) {
@@ -192,7 +237,8 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
             shares(rows, [&](size_t t) {
                 // A row of the packed int8 matrix: every fourth byte group of a panel.
                 const Weights& w = op.matrix;
-                const int64_t id = step.token_ids[t];
+                const int64_t id = step.token_ids[t] - op.first;
+                if (id < 0 || id >= w.rows) return;  // another process has it
                 const uint8_t* from = w.data + size_t(id / PANEL) * w.panel_bytes + id % PANEL * 4;
                 const float scale = w.scale[id] * op.scale;
                 float* to = floats(op.to, t);
@@ -221,7 +267,7 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
             MatmulArgs args{};
             args.weights = &op.matrix;
             args.activations = buffers_[op.from].view(tiling);
-            args.out = op.to < 0 ? step.logits : buffers_[op.to].floats.data();
+            args.out = op.to < 0 ? step.logits : buffers_[op.to].floats.data() + op.first;
             args.out_stride = op.to < 0 ? step.vocab : size_t(buffers_[op.to].columns);
             args.output = op.output;
             args.activation = op.activation;
@@ -255,6 +301,9 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
                 const float* from = floats(op.from, size_t(step.sampled_rows[i]));
                 std::copy(from, from + op.columns, floats(op.to, i));
             });
+            break;
+        case Kind::exchange:
+            exchange(op, step, rows, thread);
             break;
     }
 }

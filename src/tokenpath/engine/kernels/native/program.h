@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "meeting.h"
 #include "team.h"
 
 namespace tokenpath {
@@ -23,11 +24,11 @@ struct StepInput {
     Ragged batch;
     size_t sampled;
     const int64_t* sampled_rows;
-    float* logits;  // [sampled, vocab]
+    float* logits;  // [sampled, vocab]; null where another process has them
     size_t vocab;
 };
 
-enum class Kind { embed, norm, quantize, matmul, split, attend, gather };
+enum class Kind { embed, norm, quantize, matmul, split, attend, gather, exchange };
 
 struct Operation {
     Kind kind;
@@ -37,6 +38,11 @@ struct Operation {
     bool add = false;
     bool by_run = false;  // of a quantize: for an int8 product
     bool sampled = false;  // works on the rows that a gather left, not on all of the step's
+    // Of a model that is divided among processes:
+    int first = 0;         // the column from which a product is written, or the first token of an
+                           // embedding, or the column (or token) from which this part has its own
+    int own = 0;           // of an exchange: so many columns, or tokens, are this part's
+    bool by_token = false;  // of an exchange: rows are whole, and their tokens say whose they are
     float scale = 0.0f;
     float eps = 0.0f;
     const float* weight = nullptr;
@@ -63,14 +69,22 @@ class Program {
 
     int rotary(std::vector<float> inverse_frequencies, float magnitude);
     // A float32 buffer of so many columns a row, or an int8 one with its scales.
-    int buffer(int columns, bool quantized);
+    // One for sampled rows has no room for others.
+    int buffer(int columns, bool quantized, bool sampled);
+    // Have exchanges, which take place there.
+    void join(std::shared_ptr<Meeting> meeting) { meeting_ = std::move(meeting); }
     void append(const Operation& operation);
-    void run(const StepInput& step);
+    // False if an exchange failed; then nothing that was made is of use.
+    bool run(const StepInput& step);
+    // Write rows of a float buffer before a run, or read them after it.
+    void fill(int buffer, const float* from, size_t rows);
+    void copy(int buffer, float* to, size_t rows) const;
 
    private:
     struct Buffer {
         int columns;
         bool quantized;
+        bool sampled;
         std::vector<float> floats;
         std::vector<int8_t> values;
         std::vector<float> factor, scale, inverse, run_scale;
@@ -84,10 +98,13 @@ class Program {
     void execute(const Operation& operation, const StepInput& step, int thread);
     template <class Work>
     void share(size_t operation, int thread, size_t count, const Work& work);
+    void exchange(const Operation& operation, const StepInput& step, size_t rows, int thread);
     void plan_attention(const StepInput& step);
     void cut_units(size_t plan, int64_t total);
 
     std::shared_ptr<Team> team_;
+    std::shared_ptr<Meeting> meeting_;
+    bool apart_ = false;  // an exchange failed
     const Kernels* kernels_;
     std::vector<Operation> operations_;
     std::vector<Buffer> buffers_;
