@@ -37,3 +37,11 @@ def test_a_probe_takes_the_best_method_and_measures_with_it(dtype, monkeypatch):
     assert now.product_ops_per_s > 0
     assert torch.get_num_threads() == 1
     assert ("oneDNN" in found.product_methods) == (dtype == "int8")
+
+
+def test_operands_are_larger_than_the_cache_and_bounded():
+    mib = 1 << 20
+    assert roofline.operand_bytes(8 * mib) == 256 * mib
+    assert roofline.operand_bytes(100 * mib) == 400 * mib
+    assert roofline.operand_bytes(200 * mib) == 512 * mib
+    assert roofline.operand_bytes(480 * mib) == 540 * mib

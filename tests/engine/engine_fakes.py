@@ -7,6 +7,7 @@ hashes what it reads back, so a wrong block, a lost chunk or a stale prefix chan
 from __future__ import annotations
 
 import codecs
+import random
 import zlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -19,6 +20,7 @@ from tokenpath.engine.core import EngineCore
 from tokenpath.engine.kv_tiers.tiers import KvTiers
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
 from tokenpath.policy.sequence import StepPlan
+from tokenpath.policy.speculator import Guess, Speculator
 from tokenpath.protocol.events import Failed, Finish, GenerationEvent, TokenLogprob
 from tokenpath.protocol.replica import ModelCard
 from tokenpath.protocol.request import GenerationRequest, SamplingParams, TokenPrompt
@@ -60,12 +62,55 @@ class FakeRunner:
             places = np.arange(end)
             slots = blocks[places // self.block_tokens] * self.block_tokens
             slots += places % self.block_tokens
-            self.pool[slots[chunk.start :]] = chunk.sequence.token_ids[chunk.start : end]
-            if chunk.samples:
+            self.pool[slots[chunk.start :]] = chunk.token_ids
+            for seen in range(end + 1 - chunk.sampled_rows, end + 1):
                 row = torch.zeros(VOCAB)
-                row[next_token(self.pool[slots].tolist())] = 20.0
+                row[next_token(self.pool[slots[:seen]].tolist())] = 20.0
                 rows.append(row)
         return torch.stack(rows) if rows else torch.zeros(0, VOCAB)
+
+
+class RandomDrafter:
+    """Knows what follows, and errs on purpose now and then."""
+
+    kinds = (0.9,)
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def offers(self, sequences, most):
+        offered = {}
+        for sequence in sequences:
+            right = self.random.randint(0, most)
+            tokens = continuation(sequence.token_ids, right)
+            tokens += [self.random.randrange(1, VOCAB) for _ in range(most - right)]
+            offered[sequence.request_id] = Guess(0, most, tuple(tokens))
+        return offered
+
+    def depth_s(self, sequences):
+        return 0.0
+
+    def draft(self, lengths):
+        return {}
+
+    def forget(self, request_id):
+        pass
+
+
+class FreeRows:
+    """Costs of steps by which every draft pays."""
+
+    def seconds(self, rows):
+        return 1.0
+
+    def measured(self, rows, seconds):
+        pass
+
+
+def eager_speculator(seed: int, most_tokens: int = 5) -> Speculator:
+    speculator = Speculator(RandomDrafter(seed), most_tokens=most_tokens)
+    speculator.costs = FreeRows()
+    return speculator
 
 
 class FakeCopier:
@@ -208,6 +253,7 @@ def make_core(
     clock: Callable[[], float] | None = None,
     text: object | None = None,
     make_tiers: Callable[[FakeCopier], KvTiers] | None = None,
+    speculator: object | None = None,
 ) -> EngineCore:
     runner = FakeRunner(num_blocks, block_tokens)
     tiers = None if make_tiers is None else make_tiers(FakeCopier(runner))
@@ -221,6 +267,7 @@ def make_core(
             prefix_cache=prefix_cache,
         ),
         tiers=tiers,
+        drafts=speculator,
     )
     card = ModelCard(
         name="fake", architecture="fake", parameters=1, vocab_size=VOCAB,
@@ -234,6 +281,7 @@ def make_core(
         card=card,
         eos_ids=(EOS,),
         tiers=tiers,
+        speculator=speculator,
         clock=clock or Clock(),
         seed_source=iter(range(1_000_000)).__next__,
     )

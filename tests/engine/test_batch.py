@@ -20,10 +20,14 @@ def plans(draw) -> tuple[StepPlan, int]:
         start = draw(st.integers(0, len(ids) - 1))
         length = draw(st.integers(1, len(ids) - start) | st.just(1))
         sequence = Sequence(str(name), ids, prompt_tokens=len(ids), max_tokens=1)
+        drafted = ()
+        if start + length == len(ids):
+            drafted = tuple(draw(st.lists(st.integers(0, 999), max_size=5)))
+            length += len(drafted)
         # Sometimes more blocks than the chunk needs: a scheduler may allocate ahead.
         count = -(-(start + length) // block_tokens) + draw(st.integers(0, 1))
         sequence.blocks, free = list(free[:count]), free[count:]
-        chunks.append(Chunk(sequence, start, length))
+        chunks.append(Chunk(sequence, start, length, drafted))
     return StepPlan(tuple(chunks)), block_tokens
 
 
@@ -37,9 +41,11 @@ def test_rows_are_the_plans_tokens(case):
     plan, block_tokens = case
     batch = build_batch(plan, block_tokens)
     expected = {
-        (slot(c, p, block_tokens), c.sequence.token_ids[p], p)
+        (slot(c, p, block_tokens), token, p)
         for c in plan.chunks
-        for p in range(c.start, c.start + c.length)
+        for p, token in enumerate(
+            [*c.sequence.token_ids, *c.drafted][c.start : c.start + c.length], c.start
+        )
     }
     rows = zip(
         batch.slots.tolist(), batch.token_ids.tolist(), batch.positions.tolist(), strict=True
@@ -64,8 +70,13 @@ def test_single_tokens_come_first_by_falling_context(case):
 def test_sampled_rows_follow_the_plans_order(case):
     plan, block_tokens = case
     batch = build_batch(plan, block_tokens)
-    last = [slot(c, len(c.sequence.token_ids) - 1, block_tokens) for c in plan.chunks if c.samples]
-    assert batch.slots[batch.sampled_rows].tolist() == last
+    sampled = [
+        slot(c, len(c.sequence.token_ids) - 1 + ahead, block_tokens)
+        for c in plan.chunks
+        if c.samples
+        for ahead in range(1 + len(c.drafted))
+    ]
+    assert batch.slots[batch.sampled_rows].tolist() == sampled
 
 
 @given(plans())

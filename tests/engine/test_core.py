@@ -15,6 +15,7 @@ from engine_fakes import (
     Poisoned,
     assert_idle,
     continuation,
+    eager_speculator,
     make_core,
     request,
     run_all,
@@ -55,17 +56,19 @@ def test_one_request():
     max_step_tokens=st.sampled_from([1, 3, 7, 64]),
     max_running=st.sampled_from([1, 2, 5, 16]),
     prefix_cache=st.booleans(),
+    speculates=st.booleans(),
 )
 def test_any_schedule_gives_the_undisturbed_output(
-    seed, num_blocks, max_step_tokens, max_running, prefix_cache
+    seed, num_blocks, max_step_tokens, max_running, prefix_cache, speculates
 ):
-    """Arrivals, aborts, priorities, chunking, preemption: none may change a token."""
+    """Arrivals, aborts, priorities, chunking, preemption, speculation: none may change a token."""
     rng = random.Random(seed)
     core = make_core(
         num_blocks=num_blocks,
         max_step_tokens=max_step_tokens,
         max_running=max_running,
         prefix_cache=prefix_cache,
+        speculator=eager_speculator(seed) if speculates else None,
     )
     collector = Collector()
     expected: dict[str, list[int]] = {}

@@ -124,7 +124,7 @@ def outputs(runner: ModelRunner, tiers: KvTiers | None, work) -> list[list[int]]
             rows = runner.run(plan)
             sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
             drawn = zip(sampling, rows, strict=True)
-            scheduler.commit(plan, {s.request_id: int(row.argmax()) for s, row in drawn})
+            scheduler.commit(plan, {s.request_id: [int(row.argmax())] for s, row in drawn})
             scheduler.check_integrity()
             for sequence in sampling:
                 if sequence.output_tokens == NEW_TOKENS:

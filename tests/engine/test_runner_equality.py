@@ -113,7 +113,7 @@ def test_under_the_scheduler(family, tmp_path, prefix_cache, num_blocks):
             logits[sequence.request_id].append(row)
         scheduler.commit(
             plan,
-            {s.request_id: int(row.argmax()) for s, row in zip(sampling, rows, strict=True)},
+            {s.request_id: [int(row.argmax())] for s, row in zip(sampling, rows, strict=True)},
         )
         scheduler.check_integrity()
         for sequence in sampling:

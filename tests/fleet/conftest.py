@@ -8,8 +8,7 @@ import pytest
 from link_helpers import Engine
 from scripted_engine import ScriptedCore
 
-from tokenpath.config.launch import UnixAddress
-from tokenpath.engine.server import EXIT_OK
+from tokenpath.config.launch import EXIT_OK, UnixAddress
 from tokenpath.protocol.errors import SpecError
 
 

@@ -34,6 +34,8 @@ FAILS_ALONE = 903
 """Fails in its second step, by itself."""
 BREAKS_ALL = 904
 """``step`` raises."""
+HANGS = 906
+"""``step`` does not return."""
 WIDE = 905
 """Every token comes with 100 kB of text."""
 
@@ -107,6 +109,8 @@ class ScriptedCore:
             if self.clocks[request_id].stage is Stage.PREFILL:
                 self.clocks[request_id].enter(Stage.DECODE, time.monotonic())
             kind = request.prompt.token_ids[0]
+            if kind == HANGS:
+                time.sleep(1000)
             if kind == BREAKS_ALL:
                 raise RuntimeError("the script breaks here")
             if kind == FAILS_ALONE and before == 1:
@@ -139,8 +143,9 @@ class ScriptedCore:
         self.integrity_checks += 1
         assert not self.live
 
-    def close(self) -> None:
+    def close(self, *, keep_kv: bool = True) -> None:
         self.closed = True
+        self.kept_kv = keep_kv
 
 
 def script(path: Path, progress) -> ScriptedCore:

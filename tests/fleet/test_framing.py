@@ -17,6 +17,7 @@ from tokenpath.protocol.events import (
 )
 from tokenpath.protocol.framing import FrameReader, FrameSplitter, FramingError, encode
 from tokenpath.protocol.link import (
+    PROTOCOL_VERSION,
     Abort,
     Drain,
     Hello,
@@ -64,7 +65,13 @@ def test_every_kind_of_request_survives():
             timeout_s=1.5,
         )
     )
-    for frame in (submit, Abort("x"), StatsQuery(2**63), Drain(1.5), Hello(version=1, token="t")):
+    for frame in (
+        submit,
+        Abort("x"),
+        StatsQuery(2**63),
+        Drain(1.5),
+        Hello(version=PROTOCOL_VERSION, token="t"),
+    ):
         assert TO.decode(encode(frame)[4:]) == frame
 
 

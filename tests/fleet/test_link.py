@@ -22,6 +22,8 @@ from scripted_engine import (
 )
 
 from tokenpath.config.launch import (
+    EXIT_BROKEN,
+    EXIT_OK,
     ClientTls,
     ServerTls,
     TcpAddress,
@@ -31,7 +33,6 @@ from tokenpath.config.launch import (
 from tokenpath.engine import connection
 from tokenpath.engine import server as server_module
 from tokenpath.engine import worker as work
-from tokenpath.engine.server import EXIT_BROKEN, EXIT_OK
 from tokenpath.engine.worker import Inbox
 from tokenpath.fleet.replica import LinkedReplica
 from tokenpath.protocol.errors import (
@@ -44,7 +45,7 @@ from tokenpath.protocol.errors import (
 )
 from tokenpath.protocol.events import Failed, FinishReason
 from tokenpath.protocol.framing import encode
-from tokenpath.protocol.link import Hello, StatsQuery, Submit
+from tokenpath.protocol.link import PROTOCOL_VERSION, Hello, StatsQuery, Submit
 from tokenpath.protocol.replica import ReplicaState
 
 
@@ -352,7 +353,7 @@ async def test_a_gateway_that_does_not_read_loses_its_connection_not_the_engine_
     healthy = await started.ready()
     _, writer = await started.raw()
     writer.transport.pause_reading()
-    writer.write(encode(Hello(version=1, token=TOKEN)))
+    writer.write(encode(Hello(version=PROTOCOL_VERSION, token=TOKEN)))
     await asyncio.sleep(0.05)
     writer.write(encode(Submit(request("slow", kind=WIDE, max_tokens=1_000_000))))
     good = asyncio.create_task(collect(healthy, request("good", max_tokens=200)))
@@ -366,14 +367,14 @@ async def test_a_gateway_that_does_not_read_loses_its_connection_not_the_engine_
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        (encode(Hello(version=1, token="wrong")), "token is wrong"),
+        (encode(Hello(version=PROTOCOL_VERSION, token="wrong")), "token is wrong"),
         (encode(Hello(version=1)), "token is wrong"),
         (encode(Hello(version=99, token=TOKEN)), "speaks version 99"),
         (encode(StatsQuery(1)), "not a hello"),
         (b"GET / HTTP/1.1\r\n\r\n", "longer than"),
         (b"\x00\x00\x00\x05junk!", "not a frame"),
         ((2**20).to_bytes(4, "big"), "longer than"),
-        (encode(Hello(version=1, token=TOKEN))[:-3], "middle of a frame"),
+        (encode(Hello(version=PROTOCOL_VERSION, token=TOKEN))[:-3], "middle of a frame"),
         (b"", "without saying hello"),
     ],
 )
@@ -397,7 +398,7 @@ async def test_a_peer_that_is_not_a_gateway_is_refused(engine, caplog, sent, why
     [
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x03abc",
-        encode(Hello(version=1, token=TOKEN)),
+        encode(Hello(version=PROTOCOL_VERSION, token=TOKEN)),
         encode(Submit(request("half", max_tokens=3)))[:-2],
         encode(Submit(request("twice", max_tokens=10_000))) * 2,
     ],
@@ -407,7 +408,7 @@ async def test_a_gateway_that_breaks_the_protocol_loses_its_requests_only(engine
     healthy = await started.ready()
     good = asyncio.create_task(collect(healthy, request("good", max_tokens=50)))
     reader, writer = await started.raw()
-    writer.write(encode(Hello(version=1, token=TOKEN)))
+    writer.write(encode(Hello(version=PROTOCOL_VERSION, token=TOKEN)))
     await reader.readexactly(4)
     writer.write(encode(Submit(request("mine", max_tokens=10_000))))
     await asyncio.sleep(0.03)
@@ -450,8 +451,8 @@ async def test_the_client_names_what_is_wrong(engine, tmp_path, monkeypatch):
         await started.connect(token="wrong")
     with pytest.raises(ReplicaLostError, match="No such file"):
         await LinkedReplica.connect(UnixAddress(tmp_path / "none"), replica_id="r", token=TOKEN)
-    monkeypatch.setattr("tokenpath.fleet.replica.PROTOCOL_VERSION", 2)
-    with pytest.raises(ReplicaLostError, match="speaks version 1, not 2"):
+    monkeypatch.setattr("tokenpath.fleet.replica.PROTOCOL_VERSION", 99)
+    with pytest.raises(ReplicaLostError, match="speaks version 2, not 99"):
         await started.connect()
 
 

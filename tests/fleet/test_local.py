@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from link_helpers import certificate, free_port, request, until
-from scripted_engine import BREAKS_ALL, WIDE
+from scripted_engine import BREAKS_ALL, HANGS, WIDE
 
 from tokenpath.config.launch import (
     LINK_TOKEN_VARIABLE,
@@ -43,11 +43,12 @@ from tokenpath.protocol.errors import (
 )
 from tokenpath.protocol.events import Failed, FinishReason
 from tokenpath.protocol.framing import encode
-from tokenpath.protocol.link import Hello, Submit
-from tokenpath.protocol.replica import ReplicaState
+from tokenpath.protocol.link import PROTOCOL_VERSION, Hello, Submit
+from tokenpath.protocol.replica import ReplicaState, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest, SamplingParams, TokenPrompt
 
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
+ONE_THREAD = EngineSettings(threads=1)
 QUICK = BackoffConfig(initial_s=0.05, max_s=0.1, failed_starts=3)
 
 
@@ -64,10 +65,10 @@ def runtime_folder(tmp_path_factory, monkeypatch) -> Path:
 async def start():
     fleets = []
 
-    async def start_one(model: str, *, command=SCRIPTED, **options) -> LocalReplica:
-        plan = ReplicaPlan(
-            replica_id="m-0", name="m", model=Path(model), engine=EngineSettings(threads=1)
-        )
+    async def start_one(
+        model: str, *, command=SCRIPTED, engine=ONE_THREAD, **options
+    ) -> LocalReplica:
+        plan = ReplicaPlan(replica_id="m-0", name="m", model=Path(model), engine=engine)
         fleet = LocalFleet([plan], backoff=QUICK, command=command, **options)
         fleets.append(fleet)
         await fleet.start()
@@ -147,6 +148,30 @@ async def test_a_core_that_breaks_is_replaced(start):
     await until(lambda: replica.restarts == 1)
     await ready(replica)
     assert len(await collect(replica, request("good"))) == 5
+
+
+async def test_a_stuck_step_ends_the_process_and_another_takes_over(start):
+    replica = await ready(await start("good", engine=EngineSettings(step_timeout_s=0.3)))
+    events = await collect(replica, request("hangs", kind=HANGS))
+    assert events[-1].error.code == "replica_lost"
+    assert "took more than 0.3 s" in events[-1].error.message
+    await until(lambda: replica.restarts == 1)
+    assert any("in step" in line for line in replica._last_words), "where it hung"
+    assert "stuck" in replica.reason
+    await ready(replica)
+    assert len(await collect(replica, request("again"))) == 5
+
+
+async def test_a_process_that_was_stopped_for_long_is_not_taken_for_stuck(start):
+    replica = await ready(await start("slow-steps", engine=EngineSettings(step_timeout_s=0.5)))
+    running = asyncio.create_task(collect(replica, request("a", max_tokens=20)))
+    await until(lambda: replica.last_stats.steps_total > 0)
+    process = psutil.Process(replica.pid)
+    process.suspend()
+    await asyncio.sleep(1.2)
+    process.resume()
+    assert len(await running) == 20
+    assert replica.restarts == 0
 
 
 async def test_a_bad_model_file_is_final_and_said_in_its_own_words(start):
@@ -305,7 +330,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off_by_a_real_process(start):
     process = replica._process
     _, writer = await asyncio.open_unix_connection(process.address.path)
     writer.transport.pause_reading()
-    writer.write(encode(Hello(version=1, token=process.token)))
+    writer.write(encode(Hello(version=PROTOCOL_VERSION, token=process.token)))
     await asyncio.sleep(0.1)
     writer.write(encode(Submit(request("slow", kind=WIDE, max_tokens=1_000_000))))
     await until(lambda: replica.last_stats.aborts_total == 1)
@@ -475,7 +500,8 @@ async def test_a_real_model_streams_and_an_abort_frees_everything(start, gemma_p
         await replica.wait_ready()
     name, what, fraction = seen[-1]
     assert (name, fraction) == ("m-0", 1.0)
-    assert what.endswith("weights"), "packing, reading packed ones, or plain"
+    assert what == "warming up", "the last thing before a model says ready"
+    assert replica.last_stats.counted() == ReplicaStats(), "a rehearsal leaves no trace"
     assert replica.card.architecture == "gemma3"
     tokenizer = open_model(gemma_path).tokenizer()
     wanted = GenerationRequest(

@@ -338,6 +338,7 @@ def serving(
     body_s: float = 60.0,
     replica: Any = None,
     model: dict | None = None,
+    operator: Any = None,
     **gateway,
 ) -> Iterator[Served]:
     """The application with one model; ``model`` has further fields of it."""
@@ -358,6 +359,7 @@ def serving(
         router=router,
         authenticator=authenticator or Authenticator(None, mode="none"),
         metrics=metrics,
+        operator=operator,
         body_s=body_s,
     )
     served = Served(app, replica, metrics, router)

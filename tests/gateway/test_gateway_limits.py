@@ -201,7 +201,10 @@ def test_no_ready_replica(server, state, code):
             assert answer.headers["retry-after"]
     finally:
         server.replica.state = ReplicaState.READY
-    assert server.http.get("/ready").json() == {"status": "ready"}
+    assert server.http.get("/ready").json() == {
+        "status": "ready",
+        "models": {"toy": "ready"},
+    }
 
 
 def test_draining_lets_running_calls_finish_and_takes_no_new_ones():

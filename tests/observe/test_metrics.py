@@ -55,7 +55,7 @@ def test_counters_grow_over_restarts(lives):
     """Each life counts from zero; what was reported of every life is in the sum."""
     replica = Reporting()
     metrics = Metrics()
-    metrics.registry.register(ReplicaMetrics({"m": [replica]}))
+    metrics.registry.register(ReplicaMetrics(lambda: {"m": [replica]}))
     shown = []
     for life in lives:
         for report in sorted(life):
@@ -71,7 +71,7 @@ async def test_a_scrape_asks_the_replica_and_falls_back_to_its_last_report():
     replica = Reporting()
     replica.last_stats = ReplicaStats(requests_running=1)
     metrics = Metrics()
-    collector = ReplicaMetrics({"m": [replica]})
+    collector = ReplicaMetrics(lambda: {"m": [replica]})
     metrics.registry.register(collector)
     replica.answer = ReplicaStats(requests_running=2)
     await collector.refresh()

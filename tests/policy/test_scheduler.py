@@ -25,7 +25,7 @@ def make(**changes):
 
 def step(scheduler, token=7):
     plan = scheduler.plan()
-    sampled = {c.sequence.request_id: token for c in plan.chunks if c.samples}
+    sampled = {c.sequence.request_id: [token] for c in plan.chunks if c.samples}
     scheduler.commit(plan, sampled)
     scheduler.check_integrity()
     return {c.sequence.request_id: c.length for c in plan.chunks}
@@ -118,7 +118,7 @@ def test_when_blocks_run_out_the_least_urgent_is_computed_again():
     while s.waiting or s.running:
         plan = s.plan()
         preempted += [q.request_id for q in plan.preempted]
-        s.commit(plan, {c.sequence.request_id: 7 for c in plan.chunks if c.samples})
+        s.commit(plan, {c.sequence.request_id: [7] for c in plan.chunks if c.samples})
         s.check_integrity()
         for name in ("old", "new"):
             sequence = s.get(name)

@@ -7,6 +7,8 @@ the rule. The sampled token is a function of the tokens so far, so the output of
 known in advance, whatever is preempted on the way.
 """
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,6 +33,34 @@ def expected_output(prompt, count):
     return tokens[len(prompt) :]
 
 
+class Guesses:
+    """Drafts tokens of which a random number are right."""
+
+    def __init__(self, most, seed):
+        self.most, self.random = most, random.Random(seed)
+
+    def guess(self, sequences, rows, budget):
+        drafts = {}
+        for sequence in sequences:
+            assert sequence.uncomputed == 1
+            right = self.random.randint(0, self.most)
+            tokens = expected_output(sequence.token_ids, right)
+            drafts[sequence.request_id] = tokens + [3] * (self.most - right)
+        return drafts
+
+
+def confirmed(chunk):
+    """What sampling makes of a chunk."""
+    tokens = list(chunk.sequence.token_ids)
+    drawn = []
+    for token in (*chunk.drafted, None):
+        drawn.append(next_token(tokens))
+        tokens.append(drawn[-1])
+        if drawn[-1] != token:
+            return drawn
+    return None
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(2, 12),
@@ -38,8 +68,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         running=st.integers(1, 5),
         prefix_cache=st.booleans(),
         bits=st.sampled_from([0, 1, 64]),
+        most=st.integers(0, 5),
+        seed=st.integers(0, 99),
     )
-    def start(self, blocks, budget, running, prefix_cache, bits):
+    def start(self, blocks, budget, running, prefix_cache, bits, most, seed):
         self.slots = {}
         self.live = {}
         self.ids = 0
@@ -54,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             hasher=lambda parent, tokens: block_hash(parent, tokens) % (1 << bits),
             tiers=self.tiers(),
+            drafts=Guesses(most, seed) if most else None,
         )
 
     def tiers(self):
@@ -95,11 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if failing:
             kept = tuple(c for c in plan.chunks if data.draw(st.booleans()))
             plan = StepPlan(kept, plan.preempted, plan.admitted)
-        sampled = {
-            c.sequence.request_id: next_token(c.sequence.token_ids)
-            for c in plan.chunks
-            if c.samples
-        }
+        sampled = {c.sequence.request_id: confirmed(c) for c in plan.chunks if c.samples}
         self.scheduler.commit(plan, sampled)
         for name in sampled:
             sequence = self.scheduler.get(name)
@@ -115,9 +144,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequence = chunk.sequence
         assert chunk.start == sequence.computed
         assert chunk.length >= 1
+        assert chunk.samples or not chunk.drafted
+        assert sequence.output_tokens + chunk.sampled_rows <= sequence.max_tokens
+        tokens = sequence.token_ids[: chunk.start] + chunk.token_ids
         for position in range(chunk.start + chunk.length):
             slot = sequence.blocks[position // BLOCK], position % BLOCK
-            depends_on = sequence.cache_key, tuple(sequence.token_ids[: position + 1])
+            depends_on = sequence.cache_key, tuple(tokens[: position + 1])
             if position < chunk.start:
                 assert self.slots[slot] == depends_on, "reused KV of another prefix"
             else:

@@ -99,7 +99,7 @@ class Bench:
             for at in range(chunk.start, chunk.start + chunk.length):
                 slot = sequence.blocks[at // BLOCK], at % BLOCK
                 self.slots[slot] = sequence.cache_key, tuple(sequence.token_ids[: at + 1])
-        self.scheduler.commit(plan, {c.sequence.request_id: 0 for c in plan.chunks if c.samples})
+        self.scheduler.commit(plan, {c.sequence.request_id: [0] for c in plan.chunks if c.samples})
         self.scheduler.check_integrity()
         return {c.sequence.request_id: c.length for c in plan.chunks}
 

@@ -8,13 +8,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tokenpath.policy.admission import QueueLimits
 from tokenpath.protocol.errors import (
+    AsleepError,
     DrainingError,
     ModelNotFoundError,
     NotReadyError,
     OverloadedError,
     UnavailableError,
 )
-from tokenpath.protocol.replica import ReplicaState, ReplicaStats
+from tokenpath.protocol.replica import RESTING, ReplicaState, ReplicaStats
 from tokenpath.router.router import Router
 from tokenpath.router.served import ServedModel
 
@@ -29,9 +30,17 @@ class StillReplica:
         self.last_stats = ReplicaStats()
 
 
-def model_of(*replicas: StillReplica, name: str = "m", slots: int = 2) -> ServedModel:
+def model_of(
+    *replicas: StillReplica, name: str = "m", slots: int = 2, wakes: bool = True
+) -> ServedModel:
     return ServedModel(
-        name=name, created=0, tokenizer=None, template=None, replicas=replicas, max_running=slots
+        name=name,
+        created=0,
+        tokenizer=None,
+        template=None,
+        replicas=replicas,
+        max_running=slots,
+        wakes=wakes,
     )
 
 
@@ -60,16 +69,37 @@ def test_the_least_loaded_ready_replica_is_chosen():
         ([ReplicaState.FAILED, ReplicaState.LOADING], NotReadyError),
         ([ReplicaState.DRAINING, ReplicaState.STOPPED], DrainingError),
         ([ReplicaState.FAILED], UnavailableError),
+        ([ReplicaState.ASLEEP, ReplicaState.DRAINING], AsleepError),
     ],
 )
 def test_without_a_ready_replica_the_error_says_why(states, error):
-    model = model_of(*(StillReplica(state=state) for state in states))
+    model = model_of(*(StillReplica(state=state) for state in states), wakes=False)
     with pytest.raises(error) as caught:
         Router([model]).choose(model)
     assert type(caught.value) is error
     assert caught.value.retry_after_s
     with pytest.raises(error):
         _ = model.card
+
+
+@pytest.mark.parametrize("resting", sorted(RESTING))
+def test_a_sleeping_replica_is_woken_only_where_none_is_awake(resting):
+    asleep, awake = StillReplica("asleep", resting), StillReplica("awake")
+    model = model_of(asleep, awake)
+    router = Router([model])
+    for _ in range(2):
+        router.reserve(model, LIMITS, sequences=1, prompt_tokens=1)
+    assert router.choose(model) is awake, "although it is busier"
+    awake.state = ReplicaState.FAILED
+    assert router.choose(model) is asleep
+    assert model.ready
+
+
+def test_a_model_is_in_the_state_of_its_best_replica():
+    for state in ReplicaState:
+        assert model_of(StillReplica(state=state)).state is state
+    best = model_of(StillReplica(state=ReplicaState.FAILED), StillReplica())
+    assert best.state is ReplicaState.READY
 
 
 def test_a_report_restarts_the_count_since_the_report():

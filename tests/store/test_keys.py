@@ -130,6 +130,23 @@ def test_the_constant_names_the_newest_migration():
     assert ScriptDirectory.from_config(config).get_current_head() == SCHEMA_REVISION
 
 
+def test_keys_of_an_older_schema_stay_and_may_not_operate_a_server(path):
+    from tokenpath.store.migrations.versions import __path__ as versions
+
+    assert sorted(p.name[:4] for p in Path(versions[0]).glob("0*.py"))[:2] == ["0001", "0002"]
+    with open_database(path) as database:
+        secret = KeyStore(database).create("old", now=NOW, admin=True).secret
+    with sqlite3.connect(path) as connection:  # as 0001 made it
+        connection.execute("ALTER TABLE api_keys DROP COLUMN admin")
+        connection.execute("UPDATE alembic_version SET version_num = '0001'")
+    with open_database(path) as database:
+        [record] = KeyStore(database).records()
+        assert not record.admin
+        [[key]] = KeyStore(database).snapshot().valid.values()
+        assert key.sha256 == key_hash(secret)
+        assert KeyStore(database).create("new", now=NOW, admin=True).record.admin
+
+
 def test_processes_that_migrate_at_once(path):
     failures = []
 

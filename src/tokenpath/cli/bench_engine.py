@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,7 +71,8 @@ def engine(
         typer.Option(
             metavar="WORK,…",
             help="Measure these: prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
-            "structured_SEQUENCES_CONTEXT, tiers_TOKENS, shared_TOKENS, step_overhead. Default: "
+            "structured_SEQUENCES_CONTEXT, tiers_TOKENS, shared_TOKENS, edit_SEQUENCES, "
+            "json_SEQUENCES, prose_SEQUENCES, step_overhead. Default: "
             "prefill of 512 and 2048, decode of 1 to 32 with 64 and 1024 tokens of context.",
         ),
     ] = None,
@@ -112,6 +114,7 @@ def engine(
                 threads,
                 kv_cache_bytes,
                 most_sequences=works.most_sequences(chosen),
+                speculation={"method": "auto" if works.speculate(chosen) else "off"},
             ),
             chosen,
             rounds=rounds,
@@ -183,8 +186,12 @@ def settings(
     *,
     most_sequences: int = 1,
     step_tokens: int | None = None,
+    speculation: Mapping[str, object] | None = None,
 ) -> EngineSettings:
-    """The spec's defaults with the options in their place, and without a prefix cache."""
+    """The spec's defaults with the options in their place, and without a prefix cache.
+
+    Without speculation too, unless it is given: what a step costs is measured by what it computes.
+    """
     from tokenpath.config.spec import EngineSettings  # noqa: PLC0415 - keeps --help fast
 
     plain = EngineSettings()
@@ -197,6 +204,7 @@ def settings(
             "max_running": max(plain.max_running, most_sequences),
             "max_step_tokens": step_tokens or plain.max_step_tokens,
             "prefix_cache": False,
+            "speculation": speculation or {"method": "off"},
         }
     )
 

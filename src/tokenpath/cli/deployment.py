@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tokenpath.config.spec import Model, Spec
 from tokenpath.models import choice, gguf_tokenizer, hf_folder, memory
+from tokenpath.models.architecture import KvDtype
 from tokenpath.models.dialects.detect import PLAIN, Dialect, dialect_of
 from tokenpath.models.input_tokenizer import InputTokenizer
 from tokenpath.models.local import LocalModel
@@ -23,7 +24,7 @@ from tokenpath.models.spelling import Source, parse_source
 from tokenpath.models.template import ChatTemplate, read_chat_template
 from tokenpath.models.tokenizer import Tokenizer
 from tokenpath.protocol.errors import SpecError
-from tokenpath.protocol.replica import Task
+from tokenpath.protocol.replica import ModelCard, Task
 
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -52,15 +53,37 @@ def prepare(
     Raises ``ModelError`` and ``SpecError``, each naming the model at fault.
     """
     chosen = _choose(spec, models_dir, say)
-    ready = []
-    for model, source in chosen:
-        name = model.name or source.name
-        path = resolve(source.text, models_dir=models_dir, progress=progress)
-        local = open_servable(path, name=name)
-        say(f"Model {name}: {local.config.architecture}, {memory.parameters(local):,} parameters, "
-            f"{local.path}")  # fmt: skip
-        ready.append(_ready(name, model, local))
-    return ready
+    return [_opened(model, source, models_dir, progress, say) for model, source in chosen]
+
+
+def prepare_again(
+    spec: Spec, name: str, *, models_dir: Path, progress: Progress, say: Callable[[str], None]
+) -> ReadyModel:
+    """The model called ``name`` as the spec and the disk have it now.
+
+    Raises as ``prepare``, and ``SpecError`` if the spec has no such model any more.
+    """
+    for model in spec.models:
+        listed = [model.source] if isinstance(model.source, str) else model.source
+        for source in map(parse_source, listed):
+            if name == (model.name or source.name):
+                return _opened(model, source, models_dir, progress, say)
+    raise SpecError(f"the spec has no model called {name!r} any more")
+
+
+def _opened(
+    model: Model,
+    source: Source,
+    models_dir: Path,
+    progress: Progress,
+    say: Callable[[str], None],
+) -> ReadyModel:
+    name = model.name or source.name
+    path = resolve(source.text, models_dir=models_dir, progress=progress)
+    local = open_servable(path, name=name)
+    say(f"Model {name}: {local.config.architecture}, {memory.parameters(local):,} parameters, "
+        f"{local.path}")  # fmt: skip
+    return _ready(name, model, local)
 
 
 def _ready(name: str, model: Model, local: Servable) -> ReadyModel:
@@ -143,6 +166,26 @@ def _template(model: Model, local: LocalModel) -> ChatTemplate | None:
         else gguf_tokenizer.template_tokens(local.gguf)
     )
     return read_chat_template(Path(model.chat_template).expanduser(), *tokens)
+
+
+def room_for(model: ReadyModel, running: ModelCard | None) -> int:
+    """About how much memory an engine of this model takes.
+
+    ``running`` is what an engine of the same name says of itself: it knows what ``auto`` means.
+    """
+    settings = model.spec.engine
+    dtype = _expected_dtype(settings.dtype)
+    if settings.dtype == "auto" and running is not None and running.dtype in memory.WEIGHT_BYTES:
+        dtype = running.dtype
+    pool = settings.kv_cache_bytes
+    if not isinstance(model.local, LocalModel) or model.task != "generate":
+        pool = 0
+    elif settings.kv_cache_tokens is not None:
+        kv_dtype: KvDtype = "bfloat16" if settings.kv_dtype == "auto" else settings.kv_dtype
+        if settings.kv_dtype == "auto" and dtype == "float32":
+            kv_dtype = "float32"
+        pool = settings.kv_cache_tokens * model.local.config.kv_bytes_per_token(kv_dtype)
+    return memory.needed_bytes(model.local, dtype, pool + settings.kv_tiers.host_bytes)
 
 
 def _expected_dtype(named: str) -> memory.Dtype:

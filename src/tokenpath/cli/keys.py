@@ -34,6 +34,11 @@ def _store() -> Iterator[KeyStore]:
 @app.command()
 def create(
     name: Annotated[str, typer.Argument(help="Who or what will use the key; need not be unique.")],
+    *,
+    admin: Annotated[
+        bool,
+        typer.Option("--admin", help="The key may also operate the server: tokenpath replicas."),
+    ] = False,
 ) -> None:
     """Create a key and show it, this once.
 
@@ -42,7 +47,7 @@ def create(
     """
     with _store() as store:
         first = not store.snapshot().ever_created
-        new = store.create(name, now=datetime.now(UTC))
+        new = store.create(name, now=datetime.now(UTC), admin=admin)
     typer.echo(new.secret)
     typer.echo(
         f"Key {new.record.key_id} ({name}). Keep it now: it is stored hashed and cannot be shown "
@@ -65,12 +70,14 @@ def list_keys() -> None:
     if not records:
         typer.echo("No API key was ever created; `tokenpath keys create NAME` makes one.", err=True)
         return
-    table = Table("ID", "Name", "Begins with", "Created", "Last used", "Revoked", box=box.SIMPLE)
+    table = Table("ID", "Name", "Begins with", "Role", "Created", "Last used", "Revoked",
+                  box=box.SIMPLE)  # fmt: skip
     for record in records:
         table.add_row(
             str(record.key_id),
             record.name,
             f"{record.prefix}…",
+            "admin" if record.admin else "user",
             _moment(record.created_at),
             _moment(record.last_used_at),
             _moment(record.revoked_at),

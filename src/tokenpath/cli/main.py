@@ -34,6 +34,11 @@ COMMANDS = {
     "models": _Entry(
         "tokenpath.cli.models", "app", "List, pull, show, quantize and remove models."
     ),
+    "replicas": _Entry(
+        "tokenpath.cli.replicas",
+        "app",
+        "Show a running server's models, and put them to sleep, wake and reload them.",
+    ),
     "keys": _Entry("tokenpath.cli.keys", "app", "Create, list and revoke API keys."),
     "spec": _Entry("tokenpath.cli.spec", "app", "Check a spec, and show what may stand in it."),
     "bench": _Entry("tokenpath.cli.bench", "app", "Measure an endpoint, or the engine itself."),

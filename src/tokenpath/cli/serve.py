@@ -63,11 +63,14 @@ def serve(
     """
     from tokenpath.config.reader import default_spec, load_spec  # noqa: PLC0415 - fast --help
 
-    spec = default_spec() if file is None else load_spec(file)
-    spec = with_flags(spec, model=model, host=host, port=port, auth=auth, log_format=log_format)
+    def read() -> Spec:
+        spec = default_spec() if file is None else load_spec(file)
+        return with_flags(spec, model=model, host=host, port=port, auth=auth, log_format=log_format)
+
+    spec = read()
     from tokenpath.cli.start import start  # noqa: PLC0415 - slow, so only for a sound spec
 
-    code = start(spec)
+    code = start(spec, read_again=read)
     if code:
         raise typer.Exit(code)
 

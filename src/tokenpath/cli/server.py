@@ -23,6 +23,7 @@ from tokenpath.cli import banner, listening
 from tokenpath.cli.banner import Say
 from tokenpath.cli.deployment import ReadyModel
 from tokenpath.cli.errors import INTERRUPTED
+from tokenpath.cli.operator import Operator
 from tokenpath.config.spec import Spec
 from tokenpath.fleet.local import LocalFleet, LocalReplica, ReplicaPlan
 from tokenpath.gateway.app import App, create_app
@@ -68,14 +69,17 @@ class Server:
         spec: Spec,
         models: Sequence[ReadyModel],
         division: Division,
+        prepare: Callable[[str], ReadyModel],
         bound: socket.socket,
         authenticator: Authenticator,
         door: Callable[[], Door],
         say: Say,
     ) -> None:
+        """``prepare`` opens a model by its name, as spec and disk have it when it is called."""
         self._spec = spec
         self._models = models
         self._division = division
+        self._prepare = prepare
         self._bound = bound
         self._authenticator = authenticator
         self._door = door
@@ -90,12 +94,20 @@ class Server:
         asked = _on_signals()
         shares = self._division.shares
         plans = [_replica_plan(*each) for each in zip(self._models, shares, strict=True)]
-        fleet = LocalFleet(plans, on_progress=self._progressed)
+        metrics = self._metrics()
+        fleet = LocalFleet(plans, on_progress=self._progressed, on_happening=metrics.replica_event)
+        created = int(time.time())
+        served = [
+            _served(model, replica, created)
+            for model, replica in zip(self._models, fleet.replicas, strict=True)
+        ]
+        router = Router(served)
         app = create_app(
             spec=self._spec,
-            router=Router(_served(self._models, fleet.replicas)),
+            router=router,
             authenticator=self._authenticator,
-            metrics=self._metrics(),
+            metrics=metrics,
+            operator=self._operator(fleet, router, metrics),
         )
         http = _QuietServer(_http_config(app))
         listening.listen(self._bound)
@@ -152,6 +164,21 @@ class Server:
                 kind = model.task
             line = banner.curl_line(url, model.name, kind, key_needed=door.key_needed)
             self._say(f"  {line}")
+
+    def _operator(self, fleet: LocalFleet, router: Router, metrics: Metrics) -> Operator:
+        # A new version computes where the old one did: CPUs are divided once, at the start.
+        shares = dict(
+            zip((model.name for model in self._models), self._division.shares, strict=True)
+        )
+        return Operator(
+            fleet=fleet,
+            router=router,
+            metrics=metrics,
+            prepare=self._prepare,
+            plan=lambda model, replica_id: _replica_plan(model, shares[model.name], replica_id),
+            serve=lambda model, replica: _served(model, replica, int(time.time())),
+            request_s=self._spec.gateway.limits.request_s,
+        )
 
     def _progressed(self, replica_id: str, what: str, fraction: float) -> None:
         """One line for each part of the loading, not for each step of it."""
@@ -213,9 +240,9 @@ def replica_id(model: ReadyModel) -> str:
     return f"{model.name}-0"
 
 
-def _replica_plan(model: ReadyModel, share: Share) -> ReplicaPlan:
+def _replica_plan(model: ReadyModel, share: Share, identity: str | None = None) -> ReplicaPlan:
     return ReplicaPlan(
-        replica_id=replica_id(model),
+        replica_id=identity or replica_id(model),
         name=model.name,
         model=model.local.path,
         engine=model.spec.engine.model_copy(update={"threads": share.threads}),
@@ -223,23 +250,20 @@ def _replica_plan(model: ReadyModel, share: Share) -> ReplicaPlan:
     )
 
 
-def _served(models: Sequence[ReadyModel], replicas: Sequence[LocalReplica]) -> list[ServedModel]:
-    """Each model with its one replica."""
-    created = int(time.time())
-    return [
-        ServedModel(
-            name=model.name,
-            created=created,
-            tokenizer=model.tokenizer,
-            template=model.template,
-            dialect=model.dialect,
-            replicas=[replica],
-            max_running=model.spec.engine.max_running,
-            task=model.task,
-            inputs=model.inputs,
-        )
-        for model, replica in zip(models, replicas, strict=True)
-    ]
+def _served(model: ReadyModel, replica: LocalReplica, created: int) -> ServedModel:
+    """A model with its one replica."""
+    return ServedModel(
+        name=model.name,
+        created=created,
+        tokenizer=model.tokenizer,
+        template=model.template,
+        dialect=model.dialect,
+        replicas=[replica],
+        max_running=model.spec.engine.max_running,
+        task=model.task,
+        inputs=model.inputs,
+        wakes=model.spec.engine.when_asleep == "wake",
+    )
 
 
 def _http_config(app: App) -> uvicorn.Config:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+from collections.abc import Callable
 
 import uvloop
 
 from tokenpath.cli import banner, listening
 from tokenpath.cli.banner import Say
-from tokenpath.cli.deployment import prepare
+from tokenpath.cli.deployment import prepare, prepare_again
 from tokenpath.cli.server import Door, Server, replica_id
 from tokenpath.config.paths import models_dir, state_file
 from tokenpath.config.spec import Gateway, Spec
@@ -30,8 +31,10 @@ from tokenpath.store.watcher import KeyWatcher
 _log = logging.getLogger("tokenpath.serve")
 
 
-def start(spec: Spec) -> int:
+def start(spec: Spec, *, read_again: Callable[[], Spec] | None = None) -> int:
     """Serve until told to stop; returns the exit code.
+
+    ``read_again`` gives the spec as it is when a model is reloaded; without it, it is this one.
 
     Raises ``SpecError``, ``ModelError`` or ``UnavailableError`` for what is wrong with the set-up,
     the port, the keys' database or a model. With a JSON log the error is a line of it instead, and
@@ -39,16 +42,17 @@ def start(spec: Spec) -> int:
     """
     configure_logging(spec.logging.level, spec.logging.format)
     _adopt_other_loggers()
+    again = read_again or (lambda: spec)
     if spec.logging.format == "text":
-        return _start(spec, say=_print, progress=terminal_progress())
+        return _start(spec, again, say=_print, progress=terminal_progress())
     try:
-        return _start(spec, say=_log_line, progress=_LogProgress())
+        return _start(spec, again, say=_log_line, progress=_LogProgress())
     except TokenpathError as error:
         _log.error("%s", error.message)
         return error.exit_code
 
 
-def _start(spec: Spec, *, say: Say, progress: Progress) -> int:
+def _start(spec: Spec, again: Callable[[], Spec], *, say: Say, progress: Progress) -> int:
     if importlib.util.find_spec("torch") is None:
         raise SpecError("the native engine needs torch: pip install 'tokenpath[engine]'")
     gateway = spec.gateway
@@ -66,6 +70,9 @@ def _start(spec: Spec, *, say: Say, progress: Progress) -> int:
             spec=spec,
             models=models,
             division=cleanup.enter_context(divided_cpus(threads)),
+            prepare=lambda name: prepare_again(
+                again(), name, models_dir=models_dir(), progress=_LogProgress(), say=_log_line
+            ),
             bound=bound,
             authenticator=Authenticator(watcher, mode=gateway.auth),
             door=lambda: _door(gateway, watcher),

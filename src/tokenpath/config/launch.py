@@ -21,6 +21,11 @@ from tokenpath.protocol.errors import SpecError
 MAX_PORT: Final = 65535
 LINK_TOKEN_VARIABLE: Final = "TOKENPATH_LINK_TOKEN"  # noqa: S105 - a name, not a secret
 
+EXIT_OK: Final = 0
+EXIT_BROKEN: Final = 70
+EXIT_STUCK: Final = 71
+"""Exit codes of an engine process; ``engine.server`` explains them."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:

@@ -67,6 +67,11 @@ class Gateway(_Strict):
     auth: Literal["keys", "none"] = "keys"
     """``keys``: an API key is required as soon as one was ever created; before that, and with
     ``none``, only loopback addresses may be listened on."""
+    admin: Literal["keys", "local"] = "keys"
+    """Who may operate the server (``/admin``). ``keys``: who has a key made with ``tokenpath keys
+    create NAME --admin``; a server without keys is operated by nobody, so that no program gets by
+    an upgrade what it could not do before. ``local``: without keys, any program of this machine
+    may. Once a key was created, ``local`` changes nothing."""
     keepalive_s: Annotated[float, Field(gt=0)] | None = None
     """Send an SSE comment this often while a streamed request waits for its first output. It
     commits the response to status 200, so it is off unless a proxy in between needs it."""
@@ -106,6 +111,22 @@ class KvTierSettings(_Strict):
         return self
 
 
+class SpeculationSettings(_Strict):
+    """Guessing the next tokens, so that one step can confirm several of them.
+
+    The output stays what it would be without, token for token; only its speed changes.
+    """
+
+    method: Literal["auto", "off", "ngram"] = "auto"
+    """Where guesses come from. ``ngram``: the sequence's own text, where it repeats itself, and
+    what a grammar leaves no choice about. ``auto`` is ``ngram``: guesses are computed only where
+    they promise more tokens a second, by what became of earlier ones and what the steps took, so
+    that it costs next to nothing where nothing repeats."""
+    draft_tokens: Annotated[int, Field(gt=0, le=64)] = 16
+    """Longest draft of one sequence in one step. Copied text is confirmed for as long as it goes
+    on; more than 16 gains little, since by then the rows cost as much as the tokens they save."""
+
+
 class EngineSettings(_Strict):
     """The native engine of one model."""
 
@@ -140,12 +161,32 @@ class EngineSettings(_Strict):
     prefix_cache: bool = True
     """Reuse the KV of equal prompt beginnings."""
     kv_tiers: KvTierSettings = KvTierSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
     grammar_compile_s: Annotated[float, Field(gt=0)] = 10.0
     """Longest time that a request waits for its schema or grammar to be compiled; then it gets a
     400. Ordinary ones take milliseconds, and the first of an engine about a second more."""
     grammar_cache_entries: Annotated[int, Field(gt=0)] = 64
     """Compiled schemas and grammars that are kept, those used last. One takes from some 100 kB to,
     for the most tangled, some 10 MB."""
+    warm_up: bool = True
+    """Compute a short prompt, a token and a small schema before the model says ready. What the
+    first of each costs (about a second for a schema) is then paid by no request; the start takes
+    as much longer."""
+    step_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest time for one engine step; then the process is taken to be stuck, ends, and a new one
+    is started. The default leaves room for the slowest honest step: 512 tokens of 8 billion
+    parameters are 8 Tflop, 160 s at the 50 GFLOP/s of two old cores. Raise it with
+    ``max_step_tokens``."""
+    load_stall_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time without progress while a model is loaded; then the process ends as for a step.
+    Ten minutes are what reading 60 GB in one piece takes at the 100 MB/s of a network disk."""
+    sleep_after_s: Annotated[float, Field(gt=0)] | None = None
+    """Put the model to sleep when it has had nothing to do for so long: its weights and KV pool are
+    given back. None: never, because waking costs the next request seconds."""
+    when_asleep: Literal["wake", "refuse"] = "wake"
+    """What a request for a sleeping model does. ``wake``: it waits until the model is loaded again,
+    which is what a caller expects who knows nothing of sleep. ``refuse``: 503 with Retry-After, so
+    that memory stays free until somebody wakes the model on purpose."""
     task: Literal["auto", "generate", "embed", "rerank", "classify"] = "auto"
     """What the model is served for. ``auto`` goes by the checkpoint: an encoder embeds, or with a
     classification head reranks (one label) or classifies; a decoder generates, or embeds if

@@ -22,13 +22,14 @@ import pydantic
 import uvloop
 
 from tokenpath.config.launch import (
+    EXIT_OK,
     LINK_TOKEN_VARIABLE,
     EngineLaunch,
     TcpAddress,
     parse_address,
 )
 from tokenpath.engine.cpus import stay_on
-from tokenpath.engine.server import EXIT_OK, EngineServer
+from tokenpath.engine.server import EngineServer
 from tokenpath.engine.worker import Core, Load, Progress
 from tokenpath.protocol.errors import SpecError, TokenpathError
 
@@ -81,8 +82,16 @@ def native(launch: EngineLaunch) -> Load:
         model = open_servable(launch.model, name=launch.name)
         generates = settle_task(model, launch.engine.task) == "generate"
         if generates and isinstance(model, LocalModel):
-            return build_engine(model, launch.engine, name=launch.name, progress=progress)
-        return build_pooling_engine(model, launch.engine, name=launch.name, progress=progress)
+            return build_engine(
+                model,
+                launch.engine,
+                name=launch.name,
+                progress=progress,
+                warm=launch.engine.warm_up,
+            )
+        return build_pooling_engine(
+            model, launch.engine, name=launch.name, progress=progress, warm=launch.engine.warm_up
+        )
 
     return load
 
@@ -104,7 +113,7 @@ def run(launch: EngineLaunch, token: str, load: Load) -> int:
             log.warning("the link on %s is not encrypted: prompts can be read on the way", address)
 
     async def serve() -> int:
-        server = EngineServer(load, token=token)
+        server = EngineServer(load, token=token, settings=launch.engine)
         _drain_on_sigterm(server, launch.drain_grace_s)
         if launch.parent_pid is not None:
             _end_with_parent(server, launch.parent_pid)

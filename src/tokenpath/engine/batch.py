@@ -46,7 +46,8 @@ class StepBatch:
     single_token_chunks: int
     """The first so many chunks have one token each."""
     sampled_rows: IntArray
-    """[chunks that sample] rows whose logits are wanted, in the plan's order of chunks."""
+    """[rows that are sampled] whose logits are wanted: in the plan's order of chunks, the last one
+    of each that samples, and before it those after which drafted tokens stand."""
     block_tokens: int
 
     def slots_at(self, chunks: IntArray, positions: IntArray) -> IntArray:
@@ -70,9 +71,7 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
     total = int(row_starts[-1])
 
     token_ids = np.fromiter(
-        chain.from_iterable(
-            chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length] for chunk in chunks
-        ),
+        chain.from_iterable(chunk.token_ids for chunk in chunks),
         dtype=np.int64,
         count=total,
     )
@@ -85,7 +84,11 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
 
     place = np.empty(len(chunks), dtype=np.int64)
     place[order] = np.arange(len(chunks))
-    samples = np.array([chunk.samples for chunk in plan.chunks], dtype=np.bool_)
+    ends = row_starts[1:][place]
+    wanted = np.array([chunk.sampled_rows for chunk in plan.chunks], dtype=np.int64)
+    # Of a chunk that samples n rows: its end less n, less n - 1, … less 1.
+    last = np.repeat(wanted.cumsum(), wanted)
+    sampled: IntArray = np.repeat(ends, wanted) - last + np.arange(len(last))
     return StepBatch(
         token_ids=token_ids,
         positions=positions,
@@ -94,7 +97,7 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         context_tokens=context,
         block_tables=tables,
         single_token_chunks=int(np.count_nonzero(lengths == 1)),
-        sampled_rows=row_starts[1:][place[samples]] - 1,
+        sampled_rows=sampled,
         block_tokens=block_tokens,
     )
 

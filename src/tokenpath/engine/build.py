@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,19 +15,23 @@ from tokenpath.config.spec import EngineSettings
 from tokenpath.engine.core import EngineCore, Runner
 from tokenpath.engine.cpus import default_threads
 from tokenpath.engine.grammar.compiler import GrammarCompiler
+from tokenpath.engine.grammar.forms import LiveForms
 from tokenpath.engine.kernels.native_module import chosen_kernels
 from tokenpath.engine.kernels.native_program import obstacle
 from tokenpath.engine.kv_cache import kv_blocks_for
 from tokenpath.engine.packed_cache import PackedCache
 from tokenpath.engine.precision import settle_dtype, settle_kv_dtype, torch_dtype, weight_bits
 from tokenpath.engine.runner import ModelRunner
+from tokenpath.engine.warm_up import rehearse
 from tokenpath.models import memory
 from tokenpath.models.architecture import ModelConfig
 from tokenpath.models.detokenizer import IncrementalDetokenizer
 from tokenpath.models.local import LocalModel
 from tokenpath.models.sizes import human_bytes
 from tokenpath.models.tokenizer import Tokenizer
+from tokenpath.policy.lookup import LookupDrafter
 from tokenpath.policy.scheduler import Scheduler, SchedulerConfig
+from tokenpath.policy.speculator import Speculator
 from tokenpath.protocol.errors import ModelError, SpecError
 from tokenpath.protocol.replica import ModelCard
 
@@ -51,9 +56,11 @@ def build_engine(
     progress: Progress | None = None,
     available_bytes: Callable[[], int] = memory.available_bytes,
     around: Around | None = None,
+    warm: bool = False,
 ) -> EngineCore:
     """Load a model and put an engine around it; takes seconds.
 
+    With ``warm`` it has computed before: what only the first request would wait for is done.
     Sets torch's number of threads for the whole process: to one, where the native kernels have
     threads of their own.
 
@@ -106,18 +113,17 @@ def build_engine(
         # each call, on the CPUs that the native program's threads compute on.
         torch.set_num_threads(1)
     tiers = _tiers(settings, runner, model, name=name, dtype=held)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_step_tokens=settings.max_step_tokens,
-            max_running=settings.max_running,
-            block_tokens=settings.block_tokens,
-            num_blocks=num_blocks,
-            max_context_tokens=context,
-            prefix_cache=settings.prefix_cache,
-        ),
-        tiers=tiers,
-        run=secrets.token_bytes(16),
+    config = SchedulerConfig(
+        max_step_tokens=settings.max_step_tokens,
+        max_running=settings.max_running,
+        block_tokens=settings.block_tokens,
+        num_blocks=num_blocks,
+        max_context_tokens=context,
+        prefix_cache=settings.prefix_cache,
     )
+    forms = LiveForms(tokenizer)
+    speculator = _speculator(settings, forms)
+    scheduler = Scheduler(config, tiers=tiers, drafts=speculator, run=secrets.token_bytes(16))
     card = ModelCard(
         name=name,
         architecture=model.config.architecture,
@@ -131,16 +137,28 @@ def build_engine(
         kv_blocks_total=num_blocks,
         block_tokens=settings.block_tokens,
     )
-    process = psutil.Process()
-    return EngineCore(
-        runner if around is None else around(runner),
-        scheduler,
+    make = functools.partial(
+        EngineCore,
         text=_ModelText(tokenizer),
         card=card,
         eos_ids=model.config.eos_ids,
         reducer=runner.reducer,
-        grammars=_grammars(tokenizer, model.config, settings),
+    )
+    vocabulary = _vocabulary(tokenizer, model.config)
+    if warm:
+        # A core of its own on the same runner: the serving one's counters stay at zero, and
+        # neither its pool nor its tiers know of what was computed.
+        rehearse(
+            make(runner, Scheduler(config), grammars=_grammars(vocabulary, settings)), progress
+        )
+    process = psutil.Process()
+    return make(
+        runner if around is None else around(runner),
+        scheduler,
+        grammars=_grammars(vocabulary, settings),
         tiers=tiers,
+        speculator=speculator,
+        forms=forms,
         resident_bytes=lambda: int(process.memory_info().rss),
     )
 
@@ -167,15 +185,27 @@ def _tiers(
     )
 
 
-def _grammars(
-    tokenizer: Tokenizer, config: ModelConfig, settings: EngineSettings
-) -> GrammarCompiler:
+def _speculator(settings: EngineSettings, forms: LiveForms) -> Speculator | None:
+    speculation = settings.speculation
+    if speculation.method == "off":
+        return None
+    return Speculator(LookupDrafter(), most_tokens=speculation.draft_tokens, forms=forms)
+
+
+def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Callable[[], Vocabulary]:
+    """Makes the grammars' vocabulary when it is first called, and gives the same one after."""
+
+    @functools.cache
     def vocabulary() -> Vocabulary:
         # Loads the library, which a server without grammars never needs.
         from tokenpath.engine.grammar.vocabulary import Vocabulary  # noqa: PLC0415 - see above
 
         return Vocabulary(tokenizer, size=config.vocab_size, end_ids=config.eos_ids)
 
+    return vocabulary
+
+
+def _grammars(vocabulary: Callable[[], Vocabulary], settings: EngineSettings) -> GrammarCompiler:
     return GrammarCompiler(
         vocabulary,
         limit_s=settings.grammar_compile_s,

@@ -21,21 +21,24 @@ import traceback
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from tokenpath.engine.grammar.compiler import GrammarCompiler
+from tokenpath.engine.grammar.forms import LiveForms
 from tokenpath.engine.logprobs import TokenBytes
 from tokenpath.engine.output import Detokenizer, End, Output, OutputStream
 from tokenpath.engine.randomness import fresh_seed
 from tokenpath.engine.rows import TORCH, Reducer
-from tokenpath.engine.sampler import Sampled, sample
-from tokenpath.engine.sampling_state import SamplingState
+from tokenpath.engine.sampler import Sampled, confirmed, sample
+from tokenpath.engine.sampling_state import SamplingState, states_along
 from tokenpath.engine.stage_clock import StageClock
 from tokenpath.engine.validation import check_request
 from tokenpath.policy.scheduler import Scheduler
 from tokenpath.policy.sequence import Chunk, Sequence, SequenceState, StepPlan
+from tokenpath.policy.speculator import Speculator
 from tokenpath.protocol.errors import (
     ContextLengthError,
     DeadlineError,
@@ -71,7 +74,7 @@ class Runner(Protocol):
     """Computes plans; see ``engine.runner.ModelRunner``."""
 
     def run(self, plan: StepPlan) -> torch.Tensor:
-        """Float32 ``[chunks that sample, vocab]``, in the order of the plan's chunks."""
+        """Float32 ``[sampled rows, vocab]``, in the order of the plan's chunks."""
         ...
 
 
@@ -105,7 +108,8 @@ class _Computed:
 
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     """Those that were computed, and sampled where they sample."""
-    sampled: list[tuple[str, Sampled]] = dataclasses.field(default_factory=list)
+    sampled: list[tuple[str, list[Sampled]]] = dataclasses.field(default_factory=list)
+    """One token of each chunk that samples, and before it the drafted ones that it confirmed."""
     failed: list[tuple[str, TokenpathError]] = dataclasses.field(default_factory=list)
 
 
@@ -123,11 +127,15 @@ class EngineCore:
         reducer: Reducer = TORCH,
         grammars: GrammarCompiler | None = None,
         tiers: KvTiers | None = None,
+        speculator: Speculator | None = None,
+        forms: LiveForms | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed_source: Callable[[], int] = fresh_seed,
         resident_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``reducer`` serves the sampler; ``tiers`` are those that the scheduler has.
+        """``reducer`` serves the sampler; ``tiers`` and ``speculator`` are those of the scheduler.
+
+        ``forms`` is the speculator's, which is told of live grammars.
 
         ``clock`` is monotonic, in seconds; ``seed_source`` serves requests without a seed.
         """
@@ -140,6 +148,9 @@ class EngineCore:
         self._eos_ids = frozenset(eos_ids)
         self._reducer = reducer
         self._tiers = tiers
+        self.speculator = speculator
+        """The scheduler's, if it speculates."""
+        self._forms = forms
         self._clock = clock
         self._seed_source = seed_source
         self._resident_bytes = resident_bytes
@@ -217,6 +228,8 @@ class EngineCore:
             priority=request.priority,
             cache_key=(request.cache_salt, request.adapter or ""),
         )
+        if self._forms is not None and sampling.grammar is not None:
+            self._forms.begin(request.request_id, sampling.grammar)
         deadline = math.inf if request.timeout_s is None else arrived + request.timeout_s
         self._live[request.request_id] = _Live(
             request, sequence, sampling, output, StageClock(arrived), deadline
@@ -263,10 +276,13 @@ class EngineCore:
         if plan.chunks:
             events += self._complete(plan, self._compute(plan))
             self._steps_total += 1
-            self._step_seconds_total += self._clock() - started
+            seconds = self._clock() - started
+            self._step_seconds_total += seconds
+            if self.speculator is not None:
+                self.speculator.costs.measured(plan.tokens, seconds)
         if self._tiers is not None:
             if plan.chunks:
-                prefill = sum(chunk.length for chunk in plan.chunks if chunk.length > 1)
+                prefill = sum(chunk.known for chunk in plan.chunks if chunk.known > 1)
                 self._tiers.computed(prefill, self._clock() - planned)
             else:
                 self._tiers.wait(TIERS_WAIT_S)
@@ -274,7 +290,7 @@ class EngineCore:
 
     def stats(self) -> ReplicaStats:
         """The engine's state and its running totals."""
-        scheduler, grammars = self._scheduler, self.grammars
+        scheduler, grammars, speculator = self._scheduler, self.grammars, self.speculator
         stats = ReplicaStats(
             requests_running=scheduler.running,
             requests_waiting=scheduler.waiting,
@@ -285,6 +301,8 @@ class EngineCore:
             prompt_tokens_total=scheduler.prompt_tokens_total,
             cached_prompt_tokens_total=scheduler.cached_prompt_tokens_total,
             generated_tokens_total=self._generated_tokens_total,
+            drafted_tokens_total=[] if speculator is None else [*speculator.drafted_total],
+            accepted_tokens_total=[] if speculator is None else [*speculator.accepted_total],
             preemptions_total=scheduler.preemptions_total,
             steps_total=self._steps_total,
             step_seconds_total=self._step_seconds_total,
@@ -299,13 +317,15 @@ class EngineCore:
         )
         return stats if self._tiers is None else self._tiers.report(stats)
 
-    def close(self, *, trusted: bool = True) -> None:
+    def close(self, *, trusted: bool = True, keep_kv: bool = True) -> None:
         """Let go of what outlives the process: KV blocks on the disk. The last call; takes seconds.
 
-        Without ``trusted`` the pool is in doubt, and nothing of it is kept.
+        Without ``trusted`` the pool is in doubt, and nothing of it is kept; without ``keep_kv``
+        nothing at all.
         """
         if self._tiers is not None:
-            self._tiers.close(self._scheduler.pool.cached_contents() if trusted else ())
+            kept = self._scheduler.pool.cached_contents() if trusted and keep_kv else ()
+            self._tiers.close(kept, keep=keep_kv)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant. Between steps only."""
@@ -367,23 +387,33 @@ class EngineCore:
         computed = _Computed(chunks=[chunk for chunk in plan.chunks if not chunk.samples])
         if not sampling:
             return computed
-        states = [self._live[chunk.sequence.request_id].sampling for chunk in sampling]
-        for chunk, drawn in zip(sampling, sample(logits, states, self._reducer), strict=True):
+        states = [
+            state
+            for chunk in sampling
+            for state in states_along(self._live[chunk.sequence.request_id].sampling, chunk.drafted)
+        ]
+        drawn = iter(sample(logits, states, self._reducer))
+        for chunk in sampling:
             request_id = chunk.sequence.request_id
-            if isinstance(drawn, TokenpathError):
-                log.error("sampling request %s failed: %s", request_id, drawn.message)
-                computed.failed.append((request_id, drawn))
+            tokens = confirmed(chunk.drafted, list(islice(drawn, chunk.sampled_rows)))
+            if isinstance(tokens, TokenpathError):
+                log.error("sampling request %s failed: %s", request_id, tokens.message)
+                computed.failed.append((request_id, tokens))
             else:
                 computed.chunks.append(chunk)
-                computed.sampled.append((request_id, drawn))
+                computed.sampled.append((request_id, tokens))
         return computed
 
     def _complete(self, plan: StepPlan, computed: _Computed) -> list[GenerationEvent]:
         """Commit what was computed, and make events of it."""
         committed = dataclasses.replace(plan, chunks=tuple(computed.chunks))
-        tokens = {request_id: drawn.token_id for request_id, drawn in computed.sampled}
+        tokens = {name: [one.token_id for one in drawn] for name, drawn in computed.sampled}
         self._scheduler.commit(committed, tokens)
-        self._generated_tokens_total += len(tokens)
+        if self.speculator is not None:
+            for chunk in computed.chunks:
+                name = chunk.sequence.request_id
+                if name in tokens:
+                    self.speculator.verified(name, len(chunk.drafted), tokens[name])
         now = self._clock()
         events: list[GenerationEvent] = [
             self._fail(self._live[request_id], error, now) for request_id, error in computed.failed
@@ -394,24 +424,33 @@ class EngineCore:
                 events.append(event)
         return events
 
-    def _emit(self, live: _Live, drawn: Sampled, now: float) -> GenerationEvent | None:
+    def _emit(self, live: _Live, drawn: list[Sampled], now: float) -> GenerationEvent | None:
+        """Make one event of a step's tokens, up to the one that ends the sequence."""
         request_id = live.request.request_id
         if live.stages.stage is Stage.PREFILL:
             live.stages.enter(Stage.DECODE, now)
+        shown = Output()
         try:
-            live.sampling.record(drawn.token_id)
-            grammar = live.sampling.grammar
-            last = grammar is not None and grammar.finished
-            output = live.output.push(drawn.token_id, drawn.scores, last=last)
+            for one in drawn:
+                shown = shown.then(self._show(live, one))
+                if shown.end is not None:
+                    break
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's own
             # Neither the message nor the arguments: they may quote the text.
             frames = "".join(traceback.format_tb(error.__traceback__))
             log.error("output of %s failed: %s\n%s", request_id, type(error).__name__, frames)  # noqa: TRY400 - see above
             return self._fail(live, _engine_error(error), now)
-        if output.end is None:
-            return _delta(request_id, output, None) if output.token_ids or output.text else None
-        finish = self._finish(live, output.end, now)
-        return _delta(request_id, output, finish)
+        if shown.end is None:
+            return _delta(request_id, shown, None) if shown.token_ids or shown.text else None
+        finish = self._finish(live, shown.end, now)
+        return _delta(request_id, shown, finish)
+
+    def _show(self, live: _Live, drawn: Sampled) -> Output:
+        self._generated_tokens_total += 1
+        live.sampling.record(drawn.token_id)
+        grammar = live.sampling.grammar
+        last = grammar is not None and grammar.finished
+        return live.output.push(drawn.token_id, drawn.scores, last=last)
 
     def _finish(self, live: _Live, end: End, now: float) -> Finish:
         self._release(live)
@@ -434,6 +473,10 @@ class EngineCore:
     def _release(self, live: _Live) -> None:
         request_id = live.request.request_id
         self._scheduler.finish(request_id)
+        if self._forms is not None:
+            self._forms.forget(request_id)
+        if self.speculator is not None:
+            self.speculator.forget(request_id)
         del self._live[request_id]
 
 

@@ -71,12 +71,24 @@ class End:
 
 @dataclass(slots=True)
 class Output:
-    """What one sampled token made visible."""
+    """What a sampled token, or several, made visible."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprob] | None = None
     end: End | None = None
+
+    def then(self, following: Output) -> Output:
+        """What this and the next token's output make visible together."""
+        logprobs = None
+        if following.logprobs is not None:
+            logprobs = [*(self.logprobs or ()), *following.logprobs]
+        return Output(
+            [*self.token_ids, *following.token_ids],
+            self.text + following.text,
+            logprobs,
+            following.end,
+        )
 
 
 class OutputStream:

@@ -134,7 +134,8 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Compute a plan of at least one chunk.
 
-        Returns float32 [chunks that sample, vocab], in the order of the plan's chunks. Keys and
+        Returns float32 [sampled rows, vocab], in the order of the plan's chunks: one for each that
+        samples, and one more for each drafted token. Keys and
         values of all the plan's tokens are in the pool afterwards; running the plan again gives
         the same result.
         """

@@ -95,6 +95,27 @@ def sample(
     ]
 
 
+def confirmed(
+    drafted: Sequence[int], drawn: Sequence[Sampled | TokenpathError]
+) -> list[Sampled] | TokenpathError:
+    """The tokens that a sequence goes on with: what its rows have drawn, while they belong to it.
+
+    ``drawn`` has a row more than ``drafted`` has tokens: what was drawn before each of them, and
+    after the last. A drafted token is confirmed if it is the very token that was drawn in its
+    place; then the next row is the sequence's, too. So the output is what it would be without a
+    draft, token for token, whatever the sampling parameters are.
+    """
+    tokens: list[Sampled] = []
+    for place, one in enumerate(drawn):
+        if isinstance(one, TokenpathError):
+            # A later row's failure is found again, as the first row of the next step.
+            return tokens or one
+        tokens.append(one)
+        if place < len(drafted) and one.token_id != drafted[place]:
+            break
+    return tokens
+
+
 _Draws = list[int | TokenpathError]
 _Method = Callable[[Rows, list[SamplingState]], _Draws]
 

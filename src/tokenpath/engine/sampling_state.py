@@ -7,11 +7,13 @@ and values, but the state here only ever moves forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokenpath.engine.rows import Floats, Ints
+from tokenpath.protocol.errors import TokenpathError
 from tokenpath.protocol.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -76,6 +78,13 @@ class SamplingState:
         """Whether logits are changed after log probabilities are taken."""
         return self.penalized or self.ends_masked or self.grammar is not None
 
+    def copy(self) -> SamplingState:
+        """The same state, to be taken further on its own."""
+        other = copy(self)
+        other.grammar = None if self.grammar is None else self.grammar.copy()
+        other.counts = self.counts.copy() if self.penalized else self.counts
+        return other
+
     def record(self, token_id: int) -> None:
         """The sequence has grown by this token.
 
@@ -88,6 +97,23 @@ class SamplingState:
             self.counts.add(token_id)
 
 
+def states_along(state: SamplingState, drafted: Sequence[int]) -> list[SamplingState]:
+    """The states before each of the drafted tokens and after the last one; ``state`` is the first.
+
+    None of them changes ``state``. Behind a token that the grammar forbids the state is the one
+    before it: nothing that is drawn there counts, since the token itself cannot be drawn.
+    """
+    states = [state]
+    for token_id in drafted:
+        ahead = states[-1].copy()
+        try:
+            ahead.record(token_id)
+        except TokenpathError:
+            ahead = states[-1]
+        states.append(ahead)
+    return states
+
+
 class TokenCounts:
     """How often each token was generated, as arrays that grow in place.
 
@@ -97,11 +123,14 @@ class TokenCounts:
 
     __slots__ = ("_counts", "_ids", "_places")
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int], counts: Floats | None = None) -> None:
+        """``counts`` are those of ``prompt``, which then has every id once."""
         unique = list(dict.fromkeys(prompt))
         self._places = {token: place for place, token in enumerate(unique)}
         self._ids: Ints = np.array(unique, dtype=np.int64)
-        self._counts: Floats = np.zeros(len(unique), dtype=np.float32)
+        self._counts: Floats = (
+            np.zeros(len(unique), dtype=np.float32) if counts is None else counts.copy()
+        )
 
     @property
     def ids(self) -> Ints:
@@ -112,6 +141,10 @@ class TokenCounts:
     def counts(self) -> Floats:
         """Times generated, one per id."""
         return self._counts[: len(self._places)]
+
+    def copy(self) -> TokenCounts:
+        """The same counts, to be taken further on their own."""
+        return TokenCounts(self.ids.tolist(), self.counts)
 
     def add(self, token_id: int) -> None:
         """Count one more generated token; amortized constant time."""

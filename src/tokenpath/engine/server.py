@@ -2,13 +2,14 @@
 
 Request ids get the connection's number in front before they reach the core and lose it on the way
 back, so two gateways can neither collide nor abort each other's. A connection that ends takes its
-requests with it. The server is one state, ``loading`` → ``ready`` → ``draining`` → ``ended``, and
-ends with an exit code for the process:
+requests with it. The server is one state (``engine.life``, moved by ``engine.rest``), and ends with
+an exit code for the process:
 
 ====  ==========================================================================
 0     drained and stopped
 2, 3  could not be set up, or could not load the model: final, see the error
 70    the core raised: a clean process should take over (see ``engine.worker``)
+71    a step, a load or a grammar did not end (see ``engine.watchdog``): as for 70
 ====  ==========================================================================
 """
 
@@ -24,15 +25,21 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from tokenpath.config.launch import Address, UnixAddress
+from tokenpath.config.launch import EXIT_BROKEN, EXIT_STUCK, Address, UnixAddress
+from tokenpath.config.spec import EngineSettings
 from tokenpath.engine import worker as work
 from tokenpath.engine.connection import HELLO_TIMEOUT_S, MAX_SEND_BUFFER_BYTES, Connection
+from tokenpath.engine.life import COMPUTING, RESTING, EngineState
+from tokenpath.engine.rest import Rest, Status
+from tokenpath.engine.watchdog import Watchdog, Watched
 from tokenpath.protocol.errors import (
+    AsleepError,
     DrainingError,
     EngineError,
     ErrorInfo,
     NotReadyError,
     OverloadedError,
+    ReplicaLostError,
     SpecError,
     TokenpathError,
 )
@@ -48,28 +55,26 @@ from tokenpath.protocol.events import (
 from tokenpath.protocol.framing import READ_BYTES, FramingError
 from tokenpath.protocol.link import (
     Abort,
+    Done,
     Drain,
     Drained,
     Hello,
-    LoadFailed,
     Pool,
-    Progress,
-    Ready,
     ReplicaEvent,
+    Sleep,
     StatsQuery,
     StatsReply,
     StepOutput,
     Submit,
+    Wake,
 )
 from tokenpath.protocol.pooling import Pooled
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
 if TYPE_CHECKING:
-    from tokenpath.engine.grammar.compiler import GrammarCompiler
+    from tokenpath.engine.grammar.state import CompiledGrammar
 
-EXIT_OK: Final = 0
-EXIT_BROKEN: Final = 70
 MAX_CONNECTIONS: Final = 64
 MAX_LIVE_REQUESTS: Final = 16_384
 """Over all gateways. Their own queue limits are far lower; this one protects the process."""
@@ -81,7 +86,9 @@ LAST_STEP_S: Final = 1.0
 time that the fleet has on top of the grace."""
 CLOSING_S: Final = 2.5
 """How long an engine that ends may take for its last step and to put its KV blocks away."""
-PROGRESS_STEP: Final = 0.01
+GRAMMAR_LIMITS: Final = 10
+"""A grammar that is still compiled after so many of its limits will never be: nobody waits for it
+any more, and it holds one of a few threads."""
 _TOO_FAST: Final = "the replica cannot take requests as fast as they come"
 
 log = logging.getLogger("tokenpath.engine")
@@ -89,7 +96,7 @@ log = logging.getLogger("tokenpath.engine")
 
 @dataclass(slots=True)
 class _Preparing:
-    """A request whose grammar is being compiled."""
+    """A request that waits for the model to wake, or for its grammar to be compiled."""
 
     arrived: float
     """On the worker's clock."""
@@ -107,7 +114,7 @@ class _Owner:
     withdrawn_for: ErrorInfo | None = None
     """What the gateway is told if it was not the gateway that withdrew it."""
     preparing: _Preparing | None = None
-    """While its grammar is compiled; the core does not know of it yet."""
+    """While the core does not know of it yet."""
 
 
 class EngineServer:
@@ -118,8 +125,10 @@ class EngineServer:
         load: work.Load,
         *,
         token: str,
+        settings: EngineSettings = EngineSettings(),  # noqa: B008 - frozen
         max_send_buffer_bytes: int = MAX_SEND_BUFFER_BYTES,
     ) -> None:
+        """``settings`` say when to sleep, what wakes, and what is too long."""
         self._token = token
         self._max_send_buffer_bytes = max_send_buffer_bytes
         self._loop = asyncio.get_running_loop()
@@ -130,8 +139,11 @@ class EngineServer:
         self._live: dict[str, _Owner] = {}
         self._live_changed = asyncio.Event()
         self._greeted = asyncio.Event()
-        self._status: Progress | Ready | LoadFailed = Progress("starting", 0.0)
-        self._draining = False
+        self._rest = Rest(
+            self._worker.inbox, settings, live=lambda: len(self._live), announce=self._announce
+        )
+        self._watchdog = self._make_watchdog(settings)
+        self._stuck = False
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_disconnect: Callable[[], None] = lambda: None
@@ -157,6 +169,7 @@ class EngineServer:
             why = error.strerror or str(error)
             raise SpecError(f"the engine cannot listen on {address}: {why}") from error
         self._worker.start()
+        self._watchdog.start()
         try:
             return await self._exit
         finally:
@@ -164,8 +177,9 @@ class EngineServer:
             if isinstance(address, UnixAddress):
                 address.path.unlink(missing_ok=True)
             await asyncio.gather(*(c.close(FAREWELL_S) for c in self._connections))
-            ready = isinstance(self._status, Ready)
-            await asyncio.to_thread(self._worker.stop, CLOSING_S if ready else 0.0)
+            closes = self._rest.core and not self._stuck
+            await asyncio.to_thread(self._worker.stop, CLOSING_S if closes else 0.0)
+            self._watchdog.stop()
 
     def end(self, exit_code: int) -> None:
         """Let ``serve`` return; the first caller's code counts."""
@@ -174,7 +188,10 @@ class EngineServer:
 
     async def drain(self, grace_s: float) -> int:
         """Refuse new requests, let the running ones finish, abort the rest; how many those were."""
-        self._draining = True
+        resting = self._rest.state in RESTING
+        self._rest.drain()
+        if resting:  # What waits for a wake would wait for all of it.
+            self._fail_live(DrainingError("the replica is shutting down"))
         if await self._idle_within(grace_s):
             return 0
         aborted = len(self._live)
@@ -200,23 +217,22 @@ class EngineServer:
     # What the worker reports, on the event loop.
 
     def progress(self, what: str, fraction: float) -> None:
-        status = self._status
-        if (
-            isinstance(status, Progress)
-            and status.what == what
-            and fraction < 1.0
-            and fraction - status.fraction < PROGRESS_STEP
-        ):
-            return
-        self._announce(Progress(what, fraction))
+        self._rest.progressed(what, fraction)
 
     def loaded(self, card: ModelCard) -> None:
-        self._announce(Ready(card))
+        self._rest.loaded(card)
 
     def load_failed(self, error: TokenpathError) -> None:
         log.error("%s", error.message)
-        self._announce(LoadFailed(error.info()))
+        self._rest.load_failed(error)
         self._spawn(self._end_after_greeting(error.exit_code))
+
+    def slept(self, totals: ReplicaStats) -> None:
+        self._rest.slept(totals)
+
+    def wake_failed(self, error: TokenpathError) -> None:
+        self._rest.wake_failed(error)
+        self._fail_live(AsleepError("the model could not be woken; the server's log says why"))
 
     def stepped(self, result: work.StepResult) -> None:
         outputs: defaultdict[Connection, list[ReplicaEvent]] = defaultdict(list)
@@ -236,8 +252,29 @@ class EngineServer:
 
     def broke(self, error: BaseException) -> None:
         self._fail_live(EngineError(f"the engine failed while working ({type(error).__name__})"))
-        self._draining = True
+        self._rest.drain()
         self.end(EXIT_BROKEN)
+
+    def stuck(self, sentence: str) -> None:
+        self._fail_live(ReplicaLostError(f"the request was not finished: {sentence}"))
+        self._stuck = True
+        self._rest.drain()
+        self.end(EXIT_STUCK)
+
+    def _make_watchdog(self, settings: EngineSettings) -> Watchdog:
+        worker = self._worker
+
+        def grammar() -> object | None:
+            return None if worker.grammars is None else worker.grammars.oldest
+
+        grammar_s = GRAMMAR_LIMITS * settings.grammar_compile_s
+        step_s, load_s = settings.step_timeout_s, settings.load_stall_s
+        watched = (
+            Watched(step_s, f"a step took more than {step_s:g} s", lambda: worker.turn),
+            Watched(load_s, f"loading made no progress for {load_s:g} s", lambda: worker.loading),
+            Watched(grammar_s, f"a grammar was compiled for more than {grammar_s:g} s", grammar),
+        )
+        return Watchdog(watched, _ToLoop(self._loop, self).stuck)
 
     # Connections.
 
@@ -263,7 +300,7 @@ class EngineServer:
 
     async def _converse(self, connection: Connection) -> None:
         self._connections.add(connection)
-        connection.send(self._status)
+        connection.send(self._rest.status)
         self._greeted.set()
         while (frame := await connection.read()) is not None:
             match frame:
@@ -278,6 +315,11 @@ class EngineServer:
                     self._query(connection, query_id)
                 case Drain(grace_s):
                     self._spawn(self._drain_for(connection, grace_s))
+                case Sleep(number, grace_s, keep_kv):
+                    order = self._rest.sleep(grace_s, keep_kv=keep_kv)
+                    self._spawn(self._obey(connection, number, order))
+                case Wake(number):
+                    self._spawn(self._obey(connection, number, self._rest.wake()))
                 case Hello():
                     raise FramingError("a second hello")
 
@@ -298,36 +340,33 @@ class EngineServer:
         if refusal is None:
             renamed = msgspec.structs.replace(request, request_id=internal_id)
             owner = _Owner(connection, request.request_id)
-            grammars = self._worker.grammars
-            if (
-                isinstance(renamed, GenerationRequest)
-                and renamed.sampling.grammar is not None
-                and grammars is not None
-            ):
+            if self._must_wait(renamed):
                 self._live[internal_id] = owner
-                owner.preparing = _Preparing(self._worker.now(), len(renamed.prompt.token_ids))
-                owner.preparing.task = self._spawn(self._prepare(renamed, owner, grammars))
+                owner.preparing = _Preparing(self._worker.now(), _prompt_tokens(renamed))
+                owner.preparing.task = self._spawn(self._prepare(renamed, owner))
+                self._rest.request_came()
                 return
             if self._worker.submit(renamed):
                 self._live[internal_id] = owner
+                self._rest.request_came()
                 return
             refusal = OverloadedError(_TOO_FAST)
         connection.send(StepOutput([Failed(request.request_id, refusal.info())]))
 
-    async def _prepare(
-        self, request: GenerationRequest, owner: _Owner, grammars: GrammarCompiler
-    ) -> None:
-        """Compile a request's grammar, off the engine's thread, then hand the request over."""
-        internal_id, grammar, preparing = (
-            request.request_id,
-            request.sampling.grammar,
-            owner.preparing,
-        )
-        assert grammar is not None
+    def _must_wait(self, request: work.Request) -> bool:
+        """Whether something has to happen before the core can be given a request."""
+        held = isinstance(request, GenerationRequest) and request.sampling.grammar is not None
+        return self._rest.state not in COMPUTING or (held and self._worker.grammars is not None)
+
+    async def _prepare(self, request: work.Request, owner: _Owner) -> None:
+        """Wait for a core, compile the request's grammar off its thread, and hand it over."""
+        internal_id, preparing = request.request_id, owner.preparing
         assert preparing is not None
+        compiled: CompiledGrammar | None = None
         error: TokenpathError | None = None
         try:
-            compiled = await grammars.ready(grammar)
+            await self._rest.until_core()
+            compiled = await self._compiled(request)
         except TokenpathError as refusal:
             error = refusal
         if internal_id not in self._live:  # all were failed meanwhile
@@ -340,16 +379,26 @@ class EngineServer:
         stages = EngineStages(queue_s=self._worker.now() - preparing.arrived)
         self._end_unprepared(owner, Failed(internal_id, error.info(), stages))
 
+    async def _compiled(self, request: work.Request) -> CompiledGrammar | None:
+        grammars = self._worker.grammars
+        if not isinstance(request, GenerationRequest) or grammars is None:
+            return None
+        grammar = request.sampling.grammar
+        return None if grammar is None else await grammars.ready(grammar)
+
     def _end_unprepared(self, owner: _Owner, event: GenerationEvent) -> None:
         """The end of a request that the core never saw."""
         self._forget(event.request_id)
         owner.connection.send(StepOutput([_addressed(event, owner)]))
 
     def _refusal(self) -> TokenpathError | None:
-        if self._draining:
+        state = self._rest.state
+        if state is EngineState.DRAINING:
             return DrainingError("the replica is shutting down")
-        if not isinstance(self._status, Ready):
+        if state in {EngineState.LOADING, EngineState.FAILED}:
             return NotReadyError("the model is still loading")
+        if state is not EngineState.READY and not self._rest.wakes_on_request:
+            return AsleepError("the model sleeps, and requests do not wake it")
         if len(self._live) >= MAX_LIVE_REQUESTS:
             return OverloadedError(f"the replica already holds {MAX_LIVE_REQUESTS} requests")
         return None
@@ -370,8 +419,8 @@ class EngineServer:
         self._end_unprepared(owner, TokenDelta(internal_id, finish=finish))
 
     def _query(self, connection: Connection, query_id: int) -> None:
-        if not isinstance(self._status, Ready):
-            connection.send(StatsReply(query_id, ReplicaStats()))
+        if not self._rest.core:
+            connection.send(StatsReply(query_id, self._rest.stats()))
         elif not self._worker.inbox.put(work.QueryStats((connection.number, query_id))):
             log.warning("dropped a stats query: too many commands wait")
 
@@ -384,23 +433,36 @@ class EngineServer:
     async def _drain_for(self, connection: Connection, grace_s: float) -> None:
         connection.send(Drained(await self.drain(grace_s)))
 
+    @staticmethod
+    async def _obey(
+        connection: Connection, number: int, order: Coroutine[None, None, None]
+    ) -> None:
+        try:
+            await order
+        except TokenpathError as error:
+            connection.send(Done(number, error.info()))
+        else:
+            connection.send(Done(number))
+
     # Endings.
 
     def _forget(self, internal_id: str) -> None:
         del self._live[internal_id]
         if not self._live:
             self._live_changed.set()
+            self._rest.became_idle()
 
     def _fail_live(self, error: TokenpathError) -> None:
         failed: defaultdict[Connection, list[ReplicaEvent]] = defaultdict(list)
         for internal_id, owner in list(self._live.items()):
             self._forget(internal_id)
+            if owner.preparing is not None and owner.preparing.task is not None:
+                owner.preparing.task.cancel()
             failed[owner.connection].append(Failed(owner.request_id, error.info()))
         for connection, events in failed.items():
             connection.send(StepOutput(events))
 
-    def _announce(self, status: Progress | Ready | LoadFailed) -> None:
-        self._status = status
+    def _announce(self, status: Status) -> None:
         for connection in list(self._connections):
             connection.send(status)
 
@@ -439,6 +501,15 @@ class _ToLoop:
     def stepped(self, result: work.StepResult) -> None:
         self._call(self._server.stepped, result)
 
+    def slept(self, totals: ReplicaStats) -> None:
+        self._call(self._server.slept, totals)
+
+    def wake_failed(self, error: TokenpathError) -> None:
+        self._call(self._server.wake_failed, error)
+
+    def stuck(self, sentence: str) -> None:
+        self._call(self._server.stuck, sentence)
+
     def broke(self, error: BaseException) -> None:
         self._call(self._server.broke, error)
 
@@ -447,6 +518,12 @@ class _ToLoop:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop has closed: the process is ending, nobody listens
             log.debug("dropped a report of the engine after the end")
+
+
+def _prompt_tokens(request: work.Request) -> int:
+    if isinstance(request, GenerationRequest):
+        return len(request.prompt.token_ids)
+    return request.tokens
 
 
 def _internal_id(connection: Connection, request_id: str) -> str:

@@ -10,17 +10,23 @@ If ``Core.step`` raises, the failure was not one request's own (the core ends th
 the state of every sequence, block and batch is in doubt. The worker then stops for good, and the
 process ends so that its supervisor starts a clean one: reloading a file that is in the page cache
 costs seconds, and answering from a corrupt KV pool would cost trust.
+
+A ``Sleep`` lets go of the core, weights and all; the thread and what it has imported stay, so that
+a ``Wake`` has only the model to load. What the cores counted is added up over sleeps.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+from tokenpath.engine.memory_release import give_back
 from tokenpath.protocol.errors import EngineError, TokenpathError
 from tokenpath.protocol.events import EngineStages, Failed, Finish, TokenDelta
 from tokenpath.protocol.link import ReplicaEvent
@@ -80,8 +86,11 @@ class Core(Protocol):
     def check_integrity(self) -> None:
         """Raise AssertionError naming the first broken invariant."""
 
-    def close(self) -> None:
-        """Let go of what outlives the process, within seconds; the last call."""
+    def close(self, *, keep_kv: bool = True) -> None:
+        """Let go of what outlives the process, within seconds; the last call.
+
+        Without ``keep_kv`` not even KV blocks that would survive a restart are kept.
+        """
 
 
 Progress = Callable[[str, float], None]
@@ -108,7 +117,19 @@ class QueryStats:
     """Opaque here; comes back with the answer."""
 
 
-Command = Submit | Abort | QueryStats
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Drop the core. No request is live."""
+
+    keep_kv: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Load a core again."""
+
+
+Command = Submit | Abort | QueryStats | Sleep | Wake
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +155,12 @@ class Outlet(Protocol):
 
     def stepped(self, result: StepResult) -> None: ...
 
+    def slept(self, totals: ReplicaStats) -> None:
+        """The core is gone and its memory given back; ``totals`` is all that it has counted."""
+
+    def wake_failed(self, error: TokenpathError) -> None:
+        """There is no core, as before the wake."""
+
     def broke(self, error: BaseException) -> None:
         """The last call of a worker whose core raised."""
 
@@ -148,9 +175,10 @@ class Inbox:
         self._changed = threading.Condition()
 
     def put(self, command: Command) -> bool:
-        """False when full; an abort is always taken, since refusing it would leak its request."""
+        """False when full. Only what somebody else can repeat is refused: requests and queries."""
         with self._changed:
-            if len(self._commands) >= self._max_commands and not isinstance(command, Abort):
+            full = len(self._commands) >= self._max_commands
+            if full and isinstance(command, Submit | QueryStats):
                 return False
             self._commands.append(command)
             self._changed.notify()
@@ -189,10 +217,18 @@ class Worker:
         """``clock`` is the core's too: both measure a request's stages."""
         self.inbox = Inbox()
         self.grammars: GrammarCompiler | None = None
-        """The core's, once it is loaded."""
+        """The core's, while there is one."""
+        self.turn: int | None = None
+        """A number of its own for each turn between two looks into the inbox; None outside."""
+        self.loading: tuple[int, int] | None = None
+        """While loading: which load, and how often it has reported progress."""
         self._load = load
         self._outlet = outlet
         self._clock = clock
+        self._earlier = ReplicaStats()
+        """Totals of the cores before this one."""
+        self._loads = itertools.count()
+        self._turns = itertools.count()
         # Daemon: neither a step nor a load must keep an ending process alive.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -223,55 +259,101 @@ class Worker:
             self._thread.join(wait_s)
 
     def _run(self) -> None:
-        core = self._loaded_core()
-        if core is None:
-            return
-        try:
-            self._serve(core)
-            core.close()
-        except Exception as error:
-            log.exception("the engine's state cannot be trusted any more")
-            self._outlet.broke(error)
+        core = self._loaded_core(self._outlet.load_failed)
+        while core is not None:
+            try:
+                order = self._serve(core)
+                with self._turning():
+                    core.close(keep_kv=order is None or order.keep_kv)
+                    if order is None:
+                        return
+                    self._earlier = self._stats(core).counted()
+                    core = self.grammars = None
+                    give_back()
+            except Exception as error:
+                log.exception("the engine's state cannot be trusted any more")
+                self._outlet.broke(error)
+                return
+            self._outlet.slept(self._earlier)
+            core = self._woken_core()
 
-    def _loaded_core(self) -> Core | None:
+    def _woken_core(self) -> Core | None:
+        """Sleep until a wake has succeeded; None once the inbox is closed."""
+        while (commands := self.inbox.take(wait=True)) is not None:
+            if any(isinstance(command, Wake) for command in commands):
+                core = self._loaded_core(self._outlet.wake_failed)
+                if core is not None:
+                    return core
+                give_back()
+        return None
+
+    def _loaded_core(self, failed: Callable[[TokenpathError], None]) -> Core | None:
+        load, reports = next(self._loads), itertools.count(1)
+
+        def progress(what: str, fraction: float) -> None:
+            self.loading = (load, next(reports))
+            self._outlet.progress(what, fraction)
+
+        self.loading = (load, 0)
+        error: TokenpathError
         try:
-            core = self._load(self._outlet.progress)
+            core = self._load(progress)
             card, self.grammars = core.card, core.grammars
-        except TokenpathError as error:
-            self._outlet.load_failed(error)
+        except TokenpathError as refusal:
+            # Its traceback would keep what was loaded so far.
+            error = type(refusal)(refusal.message, param=refusal.param)
         except MemoryError:
-            self._outlet.load_failed(EngineError("there is not enough memory to load the model"))
-        except Exception as error:
+            error = EngineError("there is not enough memory to load the model")
+        except Exception as bug:
             log.exception("loading the model failed")
-            self._outlet.load_failed(
-                EngineError(f"loading the model failed: {type(error).__name__}: {error}")
-            )
+            error = EngineError(f"loading the model failed: {type(bug).__name__}: {bug}")
         else:
             self._outlet.loaded(card)
             return core
+        finally:
+            self.loading = None
+        failed(error)
         return None
 
-    def _serve(self, core: Core) -> None:
+    def _serve(self, core: Core) -> Sleep | None:
+        """Serve until the inbox is closed, or told to sleep."""
         working = False
         stats_due = self._clock()
         while (commands := self.inbox.take(wait=not working)) is not None:
-            events, queries = self._apply(core, commands)
-            worked = working or bool(commands)
-            if core.has_work():
-                if events:  # Whoever waits for an ending does not wait for the step as well.
-                    self._outlet.stepped(StepResult(events, None))
-                events = [*core.step()]
-            working = core.has_work()
-            gone_idle = worked and not working
-            now = self._clock()
-            stats = None
-            if gone_idle or queries or now >= stats_due:
-                stats = core.stats()
-                stats_due = now + STATS_INTERVAL_S
-            if events or stats is not None:
-                self._outlet.stepped(StepResult(events, stats, queries))
-            if gone_idle:
-                core.check_integrity()
+            with self._turning():
+                events, queries = self._apply(core, commands)
+                worked = working or bool(commands)
+                if core.has_work():
+                    if events:  # Whoever waits for an ending does not wait for the step as well.
+                        self._outlet.stepped(StepResult(events, None))
+                    events = [*core.step()]
+                working = core.has_work()
+                gone_idle = worked and not working
+                now = self._clock()
+                stats = None
+                if gone_idle or queries or now >= stats_due:
+                    stats = self._stats(core)
+                    stats_due = now + STATS_INTERVAL_S
+                if events or stats is not None:
+                    self._outlet.stepped(StepResult(events, stats, queries))
+                if gone_idle:
+                    core.check_integrity()
+            sleeps = [command for command in commands if isinstance(command, Sleep)]
+            if sleeps:
+                return sleeps[0]
+        return None
+
+    @contextmanager
+    def _turning(self) -> Iterator[None]:
+        self.turn = next(self._turns)
+        try:
+            yield
+        finally:
+            self.turn = None
+
+    def _stats(self, core: Core) -> ReplicaStats:
+        """The core's, with what the cores before it have counted."""
+        return core.stats().after(self._earlier)
 
     def _apply(
         self, core: Core, commands: list[Command]
@@ -291,6 +373,8 @@ class Worker:
                         events.append(TokenDelta(request_id, finish=finish))
                 case QueryStats(key):
                     queries.append(key)
+                case Sleep() | Wake():  # after the step; and awake already
+                    continue
         return events, tuple(queries)
 
     def _submit(self, core: Core, command: Submit) -> TokenpathError | None:

@@ -6,6 +6,11 @@
        ^           │          │
        └───────────┴──────────┘   the process ended: start it again after a pause
 
+    READY ──> FALLING_ASLEEP ──> ASLEEP ──> WAKING ──> READY
+      ^             │               ^          │
+      └─────────────┘ called off    └──────────┘ could not be loaded
+
+A link made anew may find its engine anywhere on the second line, and a process may end there too.
 From every state but ``STOPPED`` a replica may fail for good (``FAILED``) or be stopped; a failed
 one may be started again on purpose.
 """
@@ -21,11 +26,17 @@ from tokenpath.protocol.replica import ReplicaState
 
 _S = ReplicaState
 
+_LOADED = frozenset({_S.READY, _S.FALLING_ASLEEP, _S.ASLEEP, _S.WAKING})
+_ENDS = frozenset({_S.DRAINING, _S.PENDING, _S.FAILED, _S.STOPPED})
+
 TRANSITIONS: Final[Mapping[ReplicaState, frozenset[ReplicaState]]] = MappingProxyType(
     {
         _S.PENDING: frozenset({_S.LOADING, _S.FAILED, _S.STOPPED}),
-        _S.LOADING: frozenset({_S.READY, _S.PENDING, _S.DRAINING, _S.FAILED, _S.STOPPED}),
-        _S.READY: frozenset({_S.DRAINING, _S.PENDING, _S.FAILED, _S.STOPPED}),
+        _S.LOADING: _LOADED | _ENDS,
+        _S.READY: _ENDS | {_S.FALLING_ASLEEP},
+        _S.FALLING_ASLEEP: _ENDS | {_S.READY, _S.ASLEEP},
+        _S.ASLEEP: _ENDS | {_S.WAKING},
+        _S.WAKING: _ENDS | {_S.READY, _S.ASLEEP},
         _S.DRAINING: frozenset({_S.FAILED, _S.STOPPED}),
         _S.FAILED: frozenset({_S.PENDING, _S.STOPPED}),
         _S.STOPPED: frozenset(),

@@ -8,14 +8,16 @@ nothing; any other end is followed by a restart after a pause (``policy.backoff`
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
+from tokenpath.config.launch import EXIT_STUCK
 from tokenpath.config.spec import EngineSettings
 from tokenpath.fleet.lifecycle import Lifecycle, move
 from tokenpath.fleet.process import ENGINE_COMMAND, EngineProcess
@@ -32,7 +34,7 @@ from tokenpath.protocol.errors import (
 )
 from tokenpath.protocol.events import Failed, GenerationEvent
 from tokenpath.protocol.pooling import Pooled, PoolingRequest
-from tokenpath.protocol.replica import ModelCard, ReplicaState, ReplicaStats
+from tokenpath.protocol.replica import RESTING, ModelCard, ReplicaState, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
 LISTEN_TIMEOUT_S: Final = 60.0
@@ -42,6 +44,17 @@ EXIT_NOTICE_S: Final = 1.0
 """A link that ends is mostly a process that ends; wait this long to see its exit code."""
 TERM_S: Final = 3.0
 """From SIGTERM to SIGKILL for a process that has already drained."""
+
+LOADED: Final = RESTING | {ReplicaState.READY}
+"""States in which a process has loaded its model, whether it holds it or not."""
+
+_S = ReplicaState
+_HAPPENINGS: Final[dict[tuple[ReplicaState, ReplicaState], Happening]] = {
+    (_S.LOADING, _S.READY): "ready",
+    (_S.FALLING_ASLEEP, _S.ASLEEP): "slept",
+    (_S.WAKING, _S.READY): "woke",
+    (_S.WAKING, _S.ASLEEP): "wake_failed",
+}
 
 log = logging.getLogger("tokenpath.fleet")
 
@@ -62,6 +75,10 @@ class ReplicaPlan:
 
 OnProgress = Callable[[str, str, float], None]
 """Replica id, what is being loaded, fraction."""
+Happening = Literal["ready", "slept", "woke", "wake_failed", "ended", "stuck"]
+"""What a replica goes through. ``ended`` is a process that ended without having been asked to."""
+OnHappening = Callable[[str, Happening], None]
+"""The model's name, and what its replica went through."""
 
 
 class LocalReplica:
@@ -72,11 +89,16 @@ class LocalReplica:
         plan: ReplicaPlan,
         *,
         on_progress: OnProgress = lambda _replica_id, _what, _fraction: None,
+        on_happening: OnHappening = lambda _name, _happening: None,
         backoff: BackoffConfig = BackoffConfig(),  # noqa: B008 - frozen
         command: Sequence[str] = ENGINE_COMMAND,
+        one_try: bool = False,
     ) -> None:
+        """With ``one_try`` a process that ends before it was ever ready is not started again."""
         self._plan = plan
         self._on_progress = on_progress
+        self._on_happening = on_happening
+        self._one_try = one_try
         self._backoff = Backoff(backoff)
         self._command = command
         self._life = Lifecycle()
@@ -138,7 +160,7 @@ class LocalReplica:
         Raises the error of a replica that has failed for good: the load's own, or
         ``UnavailableError`` once it has been given up.
         """
-        while self.state is not ReplicaState.READY:
+        while self.state not in LOADED:
             if self.state is ReplicaState.FAILED:
                 raise self._final_error or UnavailableError(self.reason)
             if self.state in {ReplicaState.DRAINING, ReplicaState.STOPPED}:
@@ -156,7 +178,7 @@ class LocalReplica:
 
     def _ready_link(self) -> LinkedReplica:
         match self.state:
-            case ReplicaState.READY if self._link is not None:
+            case state if state in LOADED and self._link is not None:
                 return self._link
             case ReplicaState.DRAINING:
                 raise DrainingError("the replica is shutting down")
@@ -180,9 +202,17 @@ class LocalReplica:
         """Refuse new requests, wait up to ``grace_s`` for the running ones, abort the rest."""
         if self._link is None:
             return
-        if self.state is ReplicaState.READY:
+        if self.state in LOADED:
             self._move(ReplicaState.DRAINING)
         await self._link.drain(grace_s)
+
+    async def sleep(self, grace_s: float, *, keep_kv: bool = True) -> None:
+        """Give back weights and KV pool; see ``protocol.replica``."""
+        await self._ready_link().sleep(grace_s, keep_kv=keep_kv)
+
+    async def wake(self) -> None:
+        """Load them again; see ``protocol.replica``."""
+        await self._ready_link().wake()
 
     async def stop(self, grace_s: float) -> None:
         """Drain, end the process, and return when nothing of it is left."""
@@ -195,7 +225,7 @@ class LocalReplica:
         # Between two runs, or just starting one: milliseconds, not worth an event of its own.
         while self._process is None and not supervisor.done():  # noqa: ASYNC110
             await asyncio.sleep(LISTEN_POLL_S)
-        if self.state in {ReplicaState.READY, ReplicaState.DRAINING}:
+        if self.state in LOADED | {ReplicaState.DRAINING}:
             try:
                 async with asyncio.timeout(grace_s + TERM_S):
                     await self.drain(grace_s)
@@ -264,7 +294,7 @@ class LocalReplica:
             finally:
                 self._link = None
                 await link.close()
-            if self.state in {ReplicaState.LOADING, ReplicaState.READY}:
+            if self.state in LOADED | {ReplicaState.LOADING}:
                 self._move(ReplicaState.PENDING, link.reason)
             await process.wait(EXIT_NOTICE_S)
 
@@ -277,6 +307,7 @@ class LocalReplica:
                     replica_id=self.replica_id,
                     token=process.token,
                     on_progress=self._progressed,
+                    on_state=self._linked,
                 )
             except ReplicaLostError:
                 await process.wait(LISTEN_POLL_S)
@@ -288,10 +319,11 @@ class LocalReplica:
         except TokenpathError:
             self._final_error = link.load_error
         else:
+            self._one_try = False
             if self._ready_at is None:
                 self._ready_at = time.monotonic()
-            if self.state is ReplicaState.LOADING:
-                self._move(ReplicaState.READY)
+            if self.state is ReplicaState.LOADING:  # it was told before this side had the link
+                self._linked(link.state)
         await link.wait_closed()
 
     def _next(self, exit_code: int | None) -> float | None:
@@ -307,10 +339,13 @@ class LocalReplica:
             return None
         ended = f"the engine process {_how_it_ended(exit_code)}"
         ready_s = None if self._ready_at is None else time.monotonic() - self._ready_at
+        self._on_happening(self._plan.name, "stuck" if exit_code == EXIT_STUCK else "ended")
         pause_s = self._backoff.after_exit(ready_s)
-        if pause_s is None:
+        once = self._one_try and ready_s is None
+        if pause_s is None or once:
             last = f"; its last line was: {self._last_words[-1]}" if self._last_words else ""
-            self._fail(UnavailableError(f"{ended} before it was ready, several times{last}"))
+            times = "" if once else ", several times"
+            self._fail(UnavailableError(f"{ended} before it was ready{times}{last}"))
             return None
         reason = f"{ended}; starting it again in {pause_s:g} s"
         log.warning("replica %s: %s", self.replica_id, reason)
@@ -327,6 +362,12 @@ class LocalReplica:
         except TimeoutError:
             return
 
+    def _linked(self, state: ReplicaState) -> None:
+        """Be in the state that the link tells, as far as this side has not decided otherwise."""
+        mine = LOADED | {ReplicaState.LOADING}
+        if self._link is not None and self.state in mine - {state} and state in LOADED:
+            self._move(state)
+
     def _progressed(self, what: str, fraction: float) -> None:
         self._on_progress(self.replica_id, what, fraction)
 
@@ -336,6 +377,9 @@ class LocalReplica:
         self._move(ReplicaState.FAILED, error.message)
 
     def _move(self, to: ReplicaState, reason: str = "") -> None:
+        happening = _HAPPENINGS.get((self.state, to))
+        if happening is not None:
+            self._on_happening(self._plan.name, happening)
         self._life = move(self._life, to, reason)
         log.debug("replica %s is %s %s", self.replica_id, to, reason)
         self._changed.set()
@@ -353,13 +397,40 @@ class LocalFleet:
         plans: Sequence[ReplicaPlan],
         *,
         on_progress: OnProgress = lambda _replica_id, _what, _fraction: None,
+        on_happening: OnHappening = lambda _name, _happening: None,
         backoff: BackoffConfig = BackoffConfig(),  # noqa: B008 - frozen
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
-        self.replicas: tuple[LocalReplica, ...] = tuple(
-            LocalReplica(plan, on_progress=on_progress, backoff=backoff, command=command)
-            for plan in plans
+        self._make = functools.partial(
+            LocalReplica,
+            on_progress=on_progress,
+            on_happening=on_happening,
+            backoff=backoff,
+            command=command,
         )
+        self.replicas: tuple[LocalReplica, ...] = tuple(self._make(plan) for plan in plans)
+        """Those that serve, each in its place."""
+        self._beside: set[LocalReplica] = set()
+        """Those that are tried, and those that have been replaced and still end."""
+
+    def try_beside(self, plan: ReplicaPlan) -> LocalReplica:
+        """Start a replica beside those that serve; one that ends before it is ready has failed."""
+        candidate = self._make(plan, one_try=True)
+        self._beside.add(candidate)
+        candidate.start()
+        return candidate
+
+    def put_in_place(self, candidate: LocalReplica, old: LocalReplica) -> None:
+        """Let a replica that was tried serve in the place of another, which is to be ended."""
+        self.replicas = tuple(candidate if each is old else each for each in self.replicas)
+        self._beside.discard(candidate)
+        self._beside.add(old)
+
+    async def end(self, replica: LocalReplica, grace_s: float) -> None:
+        """Drain and end a replica that does not serve, or no longer."""
+        assert replica not in self.replicas
+        await replica.stop(grace_s)
+        self._beside.discard(replica)
 
     async def start(self) -> None:
         """Start every process; does not wait until they are ready."""
@@ -372,7 +443,8 @@ class LocalFleet:
 
     async def stop(self, grace_s: float) -> None:
         """Drain and end every process, all at once; nothing of them is left afterwards."""
-        await asyncio.gather(*(replica.stop(grace_s) for replica in self.replicas))
+        every = (*self.replicas, *self._beside)
+        await asyncio.gather(*(replica.stop(grace_s) for replica in every))
 
 
 def _final_error(exit_code: int | None, last_words: list[str]) -> TokenpathError | None:
@@ -391,4 +463,6 @@ def _how_it_ended(exit_code: int | None) -> str:
     if exit_code < 0:
         hint = ", perhaps because memory ran out" if exit_code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-exit_code).name}{hint}"
+    if exit_code == EXIT_STUCK:
+        return f"was stuck and ended itself (exit code {exit_code})"
     return f"ended with exit code {exit_code}"

@@ -26,6 +26,7 @@ from tokenpath.config.launch import Address, UnixAddress
 from tokenpath.fleet.lifecycle import Lifecycle, move
 from tokenpath.protocol.errors import (
     DrainingError,
+    ErrorInfo,
     InvalidRequestError,
     NotReadyError,
     ReplicaLostError,
@@ -45,6 +46,7 @@ from tokenpath.protocol.framing import (
 from tokenpath.protocol.link import (
     PROTOCOL_VERSION,
     Abort,
+    Done,
     Drain,
     Drained,
     FromReplica,
@@ -54,11 +56,14 @@ from tokenpath.protocol.link import (
     Progress,
     Ready,
     ReplicaEvent,
+    Resting,
+    Sleep,
     StatsQuery,
     StatsReply,
     StepOutput,
     Submit,
     ToReplica,
+    Wake,
 )
 from tokenpath.protocol.pooling import Pooled, PoolingRequest
 from tokenpath.protocol.replica import ModelCard, ReplicaState, ReplicaStats
@@ -70,7 +75,11 @@ STATS_TIMEOUT_S: Final = 30.0
 DRAIN_MARGIN_S: Final = 10.0
 """On top of the grace: the step that was running when it ended."""
 
+WAKE_TIMEOUT_S: Final = 1200.0
+"""For the process to say how a wake ended; its own watchdog ends a load that stands still."""
+
 OnProgress = Callable[[str, float], None]
+OnState = Callable[[ReplicaState], None]
 _Queue = asyncio.Queue[ReplicaEvent | TokenpathError]
 
 log = logging.getLogger("tokenpath.fleet")
@@ -85,11 +94,13 @@ class LinkedReplica:
         frames: FrameReader[FromReplica],
         writer: asyncio.StreamWriter,
         on_progress: OnProgress,
+        on_state: OnState,
     ) -> None:
         self._replica_id = replica_id
         self._frames = frames
         self._writer = writer
         self._on_progress = on_progress
+        self._on_state = on_state
         self._life = move(Lifecycle(), ReplicaState.LOADING)
         self._card: ModelCard | None = None
         self._last_stats = ReplicaStats()
@@ -101,6 +112,7 @@ class LinkedReplica:
         """By the request's own id; those of all its open iterators."""
         self._queries: dict[int, asyncio.Future[ReplicaStats]] = {}
         self._drains: list[asyncio.Future[int]] = []
+        self._orders: dict[int, asyncio.Future[None]] = {}
         self._settled = asyncio.Event()
         self._reading = asyncio.create_task(self._read())
 
@@ -113,8 +125,11 @@ class LinkedReplica:
         token: str,
         tls: ssl.SSLContext | None = None,
         on_progress: OnProgress = lambda _what, _fraction: None,
+        on_state: OnState = lambda _state: None,
     ) -> LinkedReplica:
         """Connect and shake hands. The replica is ``LOADING`` until it has said more.
+
+        ``on_state`` is told each state in which the model is loaded, or was and can be again.
 
         Raises ``ReplicaLostError`` when nobody is there, or who is there does not speak this
         link's version, does not know the token or cannot be believed.
@@ -140,7 +155,7 @@ class LinkedReplica:
             if why is None:
                 raise
             raise ReplicaLostError(f"no link to the replica at {address}: {why}") from error
-        return cls(replica_id, frames, writer, on_progress)
+        return cls(replica_id, frames, writer, on_progress, on_state)
 
     @property
     def replica_id(self) -> str:
@@ -269,6 +284,29 @@ class LinkedReplica:
             raise ReplicaLostError(f"the replica did not drain within {grace_s:g} s") from error
         log.info("replica %s drained; %d requests aborted", self._replica_id, aborted)
 
+    async def sleep(self, grace_s: float, *, keep_kv: bool = True) -> None:
+        """Give back weights and KV pool; see ``protocol.replica``."""
+        number = next(self._numbers)
+        await self._order(number, Sleep(number, grace_s, keep_kv), grace_s + STATS_TIMEOUT_S)
+
+    async def wake(self) -> None:
+        """Load them again; see ``protocol.replica``."""
+        number = next(self._numbers)
+        await self._order(number, Wake(number), WAKE_TIMEOUT_S)
+
+    async def _order(self, number: int, order: Sleep | Wake, timeout_s: float) -> None:
+        if self._reading.done():
+            raise ReplicaLostError(self.reason)
+        done = self._orders[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._send(order)
+                await done
+        except TimeoutError as error:
+            raise ReplicaLostError(f"the replica did not obey within {timeout_s:g} s") from error
+        finally:
+            del self._orders[number]
+
     async def close(self) -> None:
         """End the connection; the replica aborts what this side still had running."""
         if self.state not in {ReplicaState.FAILED, ReplicaState.STOPPED}:
@@ -278,14 +316,14 @@ class LinkedReplica:
 
     def _check_takes_requests(self) -> None:
         match self.state:
-            case ReplicaState.READY:
-                return
             case ReplicaState.DRAINING:
                 raise DrainingError("the replica is shutting down")
             case ReplicaState.PENDING | ReplicaState.LOADING:
                 raise NotReadyError("the model is still loading")
             case ReplicaState.FAILED | ReplicaState.STOPPED:
                 raise ReplicaLostError(self.reason)
+            case _:  # one that sleeps is woken, or says itself that it must not be
+                return
 
     def _send(self, frame: ToReplica) -> None:
         self._write(encode(frame))
@@ -329,10 +367,13 @@ class LinkedReplica:
             case Progress(what, fraction):
                 self._on_progress(what, fraction)
             case Ready(card):
-                self._card = card
-                if self.state is ReplicaState.LOADING:
-                    self._life = move(self._life, ReplicaState.READY)
-                self._settled.set()
+                self._settle(ReplicaState.READY, card)
+            case Resting(state, card):
+                self._settle(ReplicaState(state), card)
+            case Done(number, failure):
+                order = self._orders.get(number)
+                if order is not None and not order.done():
+                    _resolve(order, failure)
             case LoadFailed(error):
                 self._load_error = from_info(error)
                 self._fail(error.message)
@@ -343,6 +384,16 @@ class LinkedReplica:
                 self._drains.clear()
             case Hello():
                 raise FramingError("a second hello")
+
+    def _settle(self, state: ReplicaState, card: ModelCard) -> None:
+        """The model is loaded, or has been and can be again."""
+        self._card = card
+        if state is ReplicaState.ASLEEP:
+            self._last_stats = self._last_stats.counted()  # nothing is held any more
+        if self.state not in {ReplicaState.DRAINING, state}:
+            self._life = move(self._life, state)
+            self._on_state(state)
+        self._settled.set()
 
     def _deal(self, event: ReplicaEvent) -> None:
         queue = self._streams.get(event.request_id)
@@ -362,7 +413,11 @@ class LinkedReplica:
         for queue in self._streams.values():
             queue.put_nowait(ReplicaLostError(f"the request was not finished: {why}"))
         self._streams.clear()
-        waiting: list[asyncio.Future[Any]] = [*self._queries.values(), *self._drains]
+        waiting: list[asyncio.Future[Any]] = [
+            *self._queries.values(),
+            *self._drains,
+            *self._orders.values(),
+        ]
         for reply in waiting:
             if not reply.done():
                 reply.set_exception(ReplicaLostError(why))
@@ -385,6 +440,13 @@ def _submission(order: Submit | Pool, wire_id: str) -> bytes:
     except (FramingError, OverflowError, TypeError, ValueError) as error:
         raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
     return data
+
+
+def _resolve(order: asyncio.Future[None], failure: ErrorInfo | None) -> None:
+    if failure is None:
+        order.set_result(None)
+    else:
+        order.set_exception(from_info(failure))
 
 
 def _ends(event: ReplicaEvent) -> bool:

@@ -14,6 +14,7 @@ from starlette.routing import Router as Routes
 from starlette.types import Receive, Scope, Send
 
 from tokenpath.config.spec import Spec
+from tokenpath.gateway.admin import AdminEndpoints, ModelOperator
 from tokenpath.gateway.auth import Authenticator
 from tokenpath.gateway.body import BODY_S
 from tokenpath.gateway.front import Front
@@ -53,10 +54,14 @@ def create_app(
     router: Router,
     authenticator: Authenticator,
     metrics: Metrics,
+    operator: ModelOperator | None = None,
     clock: Callable[[], float] = time.monotonic,
     body_s: float = BODY_S,
 ) -> App:
-    """Build the application. ``clock`` is monotonic, in seconds, and measures the stages."""
+    """Build the application. ``clock`` is monotonic, in seconds, and measures the stages.
+
+    Without an ``operator`` there is nothing under ``/admin``.
+    """
     draining = Draining()
     house = House(
         settings=spec.gateway,
@@ -66,11 +71,12 @@ def create_app(
         draining=draining,
         body_s=body_s,
     )
-    replicas = ReplicaMetrics({model.name: model.replicas for model in router.models})
+    replicas = ReplicaMetrics(lambda: {model.name: model.replicas for model in router.models})
     metrics.registry.register(replicas)
     probes = Probes(router, draining, metrics, replicas)
     models = ModelEndpoints(router, authenticator)
-    pages = Pages(openapi_document(spec.gateway.limits, [model.name for model in router.models]))
+    names = [model.name for model in router.models]
+    pages = Pages(openapi_document(spec.gateway.limits, names, admin=operator is not None))
     chat, completions = ChatDoor(), CompletionDoor()
     pooling = [Route(d.endpoint, PoolingEndpoint(d, house), methods=["POST"]) for d in DOORS]
     routes = Routes(
@@ -78,6 +84,7 @@ def create_app(
             Route(chat.endpoint, GenerationEndpoint(chat, house), methods=["POST"]),
             Route(completions.endpoint, GenerationEndpoint(completions, house), methods=["POST"]),
             *pooling,
+            *([] if operator is None else _admin(AdminEndpoints(house, operator))),
             Route("/v1/models", models.every),
             Route("/v1/models/{id:path}", models.one),
             Route("/health", probes.health),
@@ -89,3 +96,13 @@ def create_app(
         redirect_slashes=False,
     )
     return App(Front(routes, metrics, clock), draining)
+
+
+def _admin(admin: AdminEndpoints) -> list[Route]:
+    path = "/admin/models/{name:path}"
+    orders = {"sleep": admin.sleep, "wake": admin.wake, "reload": admin.reload}
+    return [
+        Route("/admin/models", admin.every),
+        *(Route(f"{path}/{verb}", obey, methods=["POST"]) for verb, obey in orders.items()),
+        Route(path, admin.one),
+    ]

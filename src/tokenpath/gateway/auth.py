@@ -31,6 +31,8 @@ class Identity:
     key_id: str | None
     """None for anybody on this machine, when the server is open."""
     name: str
+    admin: bool = False
+    """Whether the caller may operate the server."""
 
 
 ANONYMOUS = Identity(key_id=None, name="anonymous")
@@ -71,7 +73,7 @@ class Authenticator:
         key = _find(_presented(headers), snapshot)
         if self._keys is not None:
             self._keys.used(key.key_id)
-        return Identity(key_id=str(key.key_id), name=key.name)
+        return Identity(key_id=str(key.key_id), name=key.name, admin=key.admin)
 
     def _snapshot(self) -> KeySnapshot | None:
         if self._keys is None:

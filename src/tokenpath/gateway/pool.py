@@ -102,11 +102,14 @@ class PoolingEndpoint(Generic[Request]):
         house, door, limits = self._house, self._door, self._house.settings.limits
         request = await house.receive(call, receive, door.decode)
         async with lifeline.watch(receive, lambda: call.answered):
-            with call.ledger.stage(Stage.POLICY):
-                model = house.model(call, door.model_name(request), door.tasks)
-                door.check(request, limits)
-            with call.ledger.stage(Stage.TOKENIZE):
-                plan = PoolingPlan(model, await door.inputs(request, model, limits))
+            plan: PoolingPlan | None = None
+            # Again if the model is replaced meanwhile: its tokens may be others.
+            while plan is None or not house.router.is_current(plan.model):
+                with call.ledger.stage(Stage.POLICY):
+                    model = house.model(call, door.model_name(request), door.tasks)
+                    door.check(request, limits)
+                with call.ledger.stage(Stage.TOKENIZE):
+                    plan = PoolingPlan(model, await door.inputs(request, model, limits))
             call.usage = Usage(prompt_tokens=plan.tokens)
             with call.ledger.stage(Stage.ROUTE):
                 lease = house.router.reserve(

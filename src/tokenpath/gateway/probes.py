@@ -5,6 +5,7 @@ They say nothing about requests' contents; whoever must hide them puts the serve
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,12 +35,14 @@ class Probes:
         return Response(b'{"status":"ok"}', media_type="application/json", headers=_NO_STORE)
 
     async def ready(self, request: Request) -> Response:
-        """200 once some model can answer; else the error that a request would get."""
+        """200 once some model can answer, with all states; else what a request would get."""
         self._note(request, "/ready")
         self._draining.check()
         if not any(model.ready for model in self._router.models):
             raise self._router.models[0].unready()
-        return Response(b'{"status":"ready"}', media_type="application/json", headers=_NO_STORE)
+        states = {model.name: model.state for model in self._router.models}
+        body = msgspec.json.encode({"status": "ready", "models": states})
+        return Response(body, media_type="application/json", headers=_NO_STORE)
 
     async def metrics(self, request: Request) -> Response:
         """Everything, in Prometheus' text format."""

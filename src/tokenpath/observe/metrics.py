@@ -83,6 +83,27 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._events = Counter(
+            "tokenpath_replica_events",
+            "What replicas went through: ready, slept, woke, wake_failed, ended, stuck.",
+            ["model", "event"],
+            registry=self.registry,
+        )
+        self._reloads = Counter(
+            "tokenpath_reloads",
+            "Reloads of a model that ended.",
+            ["model", "outcome"],
+            registry=self.registry,
+        )
+
+    def replica_event(self, model: str, event: str) -> None:
+        """A replica of a model went through something (``fleet.local.ReplicaEvent``)."""
+        self._events.labels(model, event).inc()
+
+    def reloaded(self, model: str, outcome: str) -> None:
+        """A reload ended: ``done`` or ``failed``."""
+        self._reloads.labels(model, outcome).inc()
+
     def cpus_divided(self, usable: int, threads: Mapping[str, int]) -> None:
         """Note what each model's one replica computes with."""
         self._cpus.set(usable)

@@ -22,6 +22,7 @@ from tokenpath.policy.blocks import BlockPool, Entry
 from tokenpath.policy.prefix import BlockHasher, block_hash, chain_root
 from tokenpath.policy.restoring import Restoring
 from tokenpath.policy.sequence import Chunk, Sequence, SequenceState, StepPlan
+from tokenpath.policy.speculation import Drafts
 from tokenpath.policy.tiers import Tiers
 from tokenpath.protocol.errors import ContextLengthError, InvalidRequestError
 
@@ -60,10 +61,12 @@ class Scheduler:
         *,
         hasher: BlockHasher = block_hash,
         tiers: Tiers | None = None,
+        drafts: Drafts | None = None,
         run: bytes = b"",
     ) -> None:
         """``tiers`` keeps what the pool evicts, if there are any; it needs the prefix cache.
 
+        ``drafts`` guesses what decoding sequences will go on with; without it nobody does.
         ``run`` is random bytes of this process; see ``policy.prefix.identity_root``.
         """
         self.config = config
@@ -71,6 +74,7 @@ class Scheduler:
         self._restoring: Restoring | None = None
         if tiers is not None and config.prefix_cache:
             self._restoring = Restoring(tiers, block_tokens=config.block_tokens, run=run)
+        self._drafts = drafts
         self.preemptions_total = 0
         self.prompt_tokens_total = 0
         """Prompt tokens of every sequence that was ever admitted, counted once each."""
@@ -181,10 +185,15 @@ class Scheduler:
                 self._extend(sequence, draft)
         if not draft.preempted:
             self._admit(draft)
+        if self._drafts is not None:
+            self._speculate(self._drafts, draft)
         return StepPlan(tuple(draft.chunks.values()), tuple(draft.preempted), tuple(draft.admitted))
 
-    def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> None:
-        """Record that the chunks were computed; ``sampled`` has one token id per sampling chunk.
+    def commit(self, plan: StepPlan, sampled: Mapping[str, Ids[int]]) -> None:
+        """Record that the chunks were computed; ``sampled`` has token ids per sampling chunk.
+
+        The last of them is new; those before it are the chunk's first drafted tokens, which
+        sampling has confirmed. What was computed for the other drafted tokens is forgotten.
 
         A plan of fewer chunks than were planned is allowed: the others were not computed, and are
         planned again.
@@ -193,11 +202,17 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            sequence.computed = chunk.start + chunk.length
+            sequence.computed = chunk.start + chunk.known
+            if chunk.samples:
+                tokens = sampled[sequence.request_id]
+                confirmed = len(tokens) - 1
+                assert tuple(tokens[:-1]) == chunk.drafted[:confirmed], "tokens nobody drafted"
+                sequence.computed += confirmed
+                sequence.token_ids += tokens
             if self.config.prefix_cache:
                 self._register(sequence)
-            if chunk.samples:
-                sequence.token_ids.append(sampled[sequence.request_id])
+            if chunk.drafted:
+                self._trim(sequence)
 
     def finish(self, request_id: str) -> bool:
         """End a sequence, whatever its state, and free what it holds. False if there is none.
@@ -288,6 +303,22 @@ class Scheduler:
             self._take(sequence, length, draft)
             promised += self._blocks_missing(sequence)
 
+    def _speculate(self, drafts: Drafts, draft: _Draft) -> None:
+        """Lengthen chunks of decoding sequences by guesses of what follows.
+
+        They take what budget is left, and blocks that nobody waits for in this step.
+        """
+        decoding = [c for c in draft.chunks.values() if c.known == 1 and c.samples]
+        if not decoding or not draft.budget:
+            return
+        guesses = drafts.guess([chunk.sequence for chunk in decoding], draft.rows, draft.budget)
+        for chunk in decoding:
+            sequence = chunk.sequence
+            room = min(draft.budget, sequence.max_tokens - sequence.output_tokens - 1)
+            guess = tuple(guesses.get(sequence.request_id, ()))[:room]
+            if guess and self._grow(sequence, len(sequence.token_ids) + len(guess)):
+                draft.lengthen(chunk, guess)
+
     def _start(self, sequence: Sequence, matched: list[Entry], draft: _Draft) -> None:
         self._dequeue(sequence)
         for entry in matched:
@@ -365,6 +396,12 @@ class Scheduler:
             return False
         sequence.blocks.extend(taken)
         return True
+
+    def _trim(self, sequence: Sequence) -> None:
+        """Give back the blocks that only unconfirmed tokens needed."""
+        kept = self._blocks_for(len(sequence.token_ids))
+        self.pool.release(sequence.blocks[kept:])
+        del sequence.blocks[kept:]
 
     def _match(self, sequence: Sequence) -> list[Entry]:
         """Cached blocks of the sequence's beginning, leaving at least one token to compute."""
@@ -450,9 +487,19 @@ class _Draft:
         self.completing: set[int] = set()
         """Hashes of the blocks that the planned chunks complete."""
 
+    @property
+    def rows(self) -> int:
+        """Tokens planned so far."""
+        return sum(chunk.length for chunk in self.chunks.values())
+
     def take(self, sequence: Sequence, length: int) -> None:
         self.chunks[sequence.request_id] = Chunk(sequence, sequence.computed, length)
         self.budget -= length
+
+    def lengthen(self, chunk: Chunk, drafted: tuple[int, ...]) -> None:
+        longer = Chunk(chunk.sequence, chunk.start, chunk.length + len(drafted), drafted)
+        self.chunks[chunk.sequence.request_id] = longer
+        self.budget -= len(drafted)
 
     def withdraw(self, sequence: Sequence) -> None:
         chunk = self.chunks.pop(sequence.request_id, None)

@@ -58,16 +58,42 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens ``start … start + length - 1`` of one sequence, to be computed in this step."""
+    """Tokens ``start … start + length - 1`` of one sequence, to be computed in this step.
+
+    The last of them may be drafted: guesses of what follows the sequence's own tokens, of which
+    those that sampling confirms become the sequence's.
+    """
 
     sequence: Sequence
     start: int
     length: int
+    drafted: tuple[int, ...] = ()
+    """Ids of the chunk's last tokens; none unless the tokens before them reach the sequence's
+    end."""
+
+    @property
+    def known(self) -> int:
+        """How many of the chunk's tokens are the sequence's own."""
+        return self.length - len(self.drafted)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All of the chunk's tokens. Not to be asked once the chunk is committed."""
+        own = self.sequence.token_ids[self.start : self.start + self.known]
+        return [*own, *self.drafted]
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk reaches the sequence's end, so that its last logits are sampled."""
-        return self.start + self.length == len(self.sequence.token_ids)
+        """Whether the chunk reaches the sequence's end, so that logits of it are sampled.
+
+        Those are its last ``sampled_rows`` ones.
+        """
+        return self.start + self.known == len(self.sequence.token_ids)
+
+    @property
+    def sampled_rows(self) -> int:
+        """How many of the chunk's last tokens have their logits sampled: one, and the drafted."""
+        return 1 + len(self.drafted) if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@
     │   ├── ContextLengthError       400  context_length_exceeded
     │   ├── UnsupportedError         400  unsupported_parameter
     │   ├── MethodNotAllowedError    405  method_not_allowed    (Allow)
+    │   ├── ConflictError            409  conflict
     │   ├── SlowBodyError            408  request_timeout
     │   └── BodyTooLargeError        413  body_too_large
     ├── AuthenticationError          401  invalid_api_key
@@ -17,6 +18,7 @@
     ├── DeadlineError                504  deadline_exceeded
     ├── UnavailableError             503  unavailable           (Retry-After)
     │   ├── NotReadyError            503  not_ready
+    │   ├── AsleepError              503  asleep
     │   ├── DrainingError            503  draining
     │   └── ReplicaLostError         503  replica_lost
     ├── CancelledError               499  cancelled
@@ -101,6 +103,13 @@ class MethodNotAllowedError(InvalidRequestError):
     http_status = 405
 
 
+class ConflictError(InvalidRequestError):
+    """What was asked for does not go with the state that something is in."""
+
+    code = "conflict"
+    http_status = 409
+
+
 class SlowBodyError(InvalidRequestError):
     """The request body did not arrive in the time a client has for it."""
 
@@ -176,6 +185,12 @@ class NotReadyError(UnavailableError):
     """The model is still loading."""
 
     code = "not_ready"
+
+
+class AsleepError(UnavailableError):
+    """The model sleeps: by the spec it is woken on purpose only, or waking it has failed."""
+
+    code = "asleep"
 
 
 class DrainingError(UnavailableError):

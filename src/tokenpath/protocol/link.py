@@ -8,6 +8,7 @@ is not of the protocol. One engine step sends one ``StepOutput`` with everything
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -17,7 +18,7 @@ from tokenpath.protocol.pooling import Pooled, PoolingRequest
 from tokenpath.protocol.replica import ModelCard, ReplicaStats
 from tokenpath.protocol.request import GenerationRequest
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 ReplicaEvent = GenerationEvent | Pooled
 """What may come back of a request."""
 
@@ -55,6 +56,20 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     grace_s: float
 
 
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Give back weights and KV pool; answered by a ``Done`` of the same number."""
+
+    number: int
+    grace_s: float
+    keep_kv: bool
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Load them again; answered by a ``Done`` of the same number."""
+
+    number: int
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Loading: which part, and how far."""
 
@@ -64,6 +79,21 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     card: ModelCard
+
+
+class Resting(msgspec.Struct, frozen=True, tag="resting"):
+    """The model has been loaded, but is being put to sleep, sleeps or is being loaded again."""
+
+    state: Literal["falling_asleep", "asleep", "waking"]
+    card: ModelCard
+    """Of the model as it was loaded last."""
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """How an order with a number ended."""
+
+    number: int
+    error: ErrorInfo | None = None
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load-failed"):
@@ -86,5 +116,7 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
     aborted: int
 
 
-ToReplica = Hello | Submit | Pool | Abort | StatsQuery | Drain
-FromReplica = Hello | Progress | Ready | LoadFailed | StepOutput | StatsReply | Drained
+ToReplica = Hello | Submit | Pool | Abort | StatsQuery | Drain | Sleep | Wake
+FromReplica = (
+    Hello | Progress | Ready | Resting | LoadFailed | StepOutput | StatsReply | Drained | Done
+)

@@ -26,13 +26,24 @@ class ReplicaState(enum.StrEnum):
     PENDING = "pending"
     LOADING = "loading"
     READY = "ready"
+    FALLING_ASLEEP = "falling_asleep"
+    ASLEEP = "asleep"
+    """The process is there, its weights and KV pool are not."""
+    WAKING = "waking"
     DRAINING = "draining"
     FAILED = "failed"
     STOPPED = "stopped"
 
 
+RESTING = frozenset({ReplicaState.FALLING_ASLEEP, ReplicaState.ASLEEP, ReplicaState.WAKING})
+"""States in which a replica can be had again by a wake."""
+
+
 class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A replica's own truth at one moment. ``*_total`` only ever grow while the replica lives."""
+    """A replica's own truth at one moment.
+
+    ``*_total`` only ever grow while the replica lives; ``kv_blocks_total`` is a size.
+    """
 
     requests_running: int = 0
     requests_waiting: int = 0
@@ -63,6 +74,10 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_tokens_total: int = 0
     cached_prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
+    drafted_tokens_total: list[int] = []
+    """Guessed and computed, by the place in the draft; the first is place 1."""
+    accepted_tokens_total: list[int] = []
+    """Of them, those that the model then chose itself."""
     preemptions_total: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
@@ -74,6 +89,20 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     grammar_hits_total: int = 0
     """Requests whose grammar was compiled already, or was being compiled."""
     grammar_compile_seconds_total: float = 0.0
+
+    def counted(self) -> ReplicaStats:
+        """Only what is counted, without what is held at this moment."""
+        return ReplicaStats(**{name: getattr(self, name) for name in _totals()})
+
+    def after(self, earlier: ReplicaStats) -> ReplicaStats:
+        """These with totals increased by those of an engine that went before."""
+        sums = {name: getattr(self, name) + getattr(earlier, name) for name in _totals()}
+        return msgspec.structs.replace(self, **sums)
+
+
+def _totals() -> list[str]:
+    held = {"kv_blocks_total"}  # the size of the pool: nothing that grows
+    return [n for n in ReplicaStats.__struct_fields__ if n.endswith("_total") and n not in held]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -145,4 +174,21 @@ class Replica(Protocol):
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait up to ``grace_s`` for the running ones, abort the rest."""
+        ...
+
+    async def sleep(self, grace_s: float, *, keep_kv: bool = True) -> None:
+        """Give back weights and KV pool once nothing runs, and return when that is done.
+
+        Waits up to ``grace_s`` for running requests. With ``keep_kv`` the KV blocks that would
+        survive a restart survive the sleep; without, none does. One that sleeps already stays so.
+        Raises ``ConflictError`` if requests still run then, or if one came meanwhile, and
+        ``ReplicaLostError``.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Load the weights again, and return when the replica is ready; at once if it is.
+
+        Raises what loading raised, and ``ReplicaLostError``; the replica then goes on sleeping.
+        """
         ...

@@ -6,12 +6,16 @@ itself even while the replicas' reports are a step old.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 from tokenpath.policy.admission import Load, QueueLimits, admit
 from tokenpath.protocol.errors import ModelNotFoundError, OverloadedError
 from tokenpath.protocol.replica import Replica, ReplicaState, ReplicaStats
 from tokenpath.router.served import ServedModel
+
+SETTLED_POLL_S: Final = 0.02
 
 
 class Lease:
@@ -76,12 +80,14 @@ class Router:
     """The served models by name, and the choice among each one's replicas."""
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
-        self.models = tuple(models)
-        self._by_name = {model.name: model for model in self.models}
-        self._posts = {
-            model.name: [Post(replica, model.max_running) for replica in model.replicas]
-            for model in self.models
-        }
+        self._by_name = {model.name: model for model in models}
+        self._posts = {model: _posts(model) for model in models}
+        """Also of models that were replaced, until their last call has ended."""
+
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """Those served now, in the order of the spec."""
+        return tuple(self._by_name.values())
 
     def model(self, name: str) -> ServedModel:
         """The model that clients call ``name``. Raises ``ModelNotFoundError``."""
@@ -93,6 +99,27 @@ class Router:
                 f"Model '{shown}' is not served here; served: {served}.", param="model"
             )
         return found
+
+    def is_current(self, model: ServedModel) -> bool:
+        """Whether the model is served still, and was not replaced by a newer version."""
+        return self._by_name.get(model.name) is model
+
+    def replace(self, model: ServedModel) -> ServedModel:
+        """Serve this version of a model from now on; the one that it replaces.
+
+        Calls that have places on the old one's replicas keep them; see ``settled``.
+        """
+        old = self.model(model.name)
+        self._posts[model] = _posts(model)
+        self._by_name[model.name] = model
+        return old
+
+    async def settled(self, old: ServedModel) -> None:
+        """Wait until a replaced model's last call has ended, then forget it."""
+        assert not self.is_current(old), "calls that come would never let it end"
+        while self.in_flight(old):  # noqa: ASYNC110 - once a reload; not worth an event a call
+            await asyncio.sleep(SETTLED_POLL_S)
+        del self._posts[old]
 
     def choose(self, model: ServedModel) -> Replica:
         """The least loaded ready replica. Raises as ``ServedModel.unready`` if there is none."""
@@ -114,12 +141,16 @@ class Router:
 
     def in_flight(self, model: ServedModel) -> int:
         """Sequences that this gateway has on the model's replicas now."""
-        return sum(post.in_flight for post in self._posts[model.name])
+        return sum(post.in_flight for post in self._posts[model])
 
     def _least_loaded(self, model: ServedModel) -> Post:
-        ready = [
-            post for post in self._posts[model.name] if post.replica.state is ReplicaState.READY
-        ]
-        if not ready:
+        able = [post for post in self._posts[model] if model.takes(post.replica)]
+        if not able:
             raise model.unready()
-        return min(ready, key=lambda post: post.load().sequences)
+        # One that sleeps is woken only where none is awake.
+        ready = [post for post in able if post.replica.state is ReplicaState.READY]
+        return min(ready or able, key=lambda post: post.load().sequences)
+
+
+def _posts(model: ServedModel) -> list[Post]:
+    return [Post(replica, model.max_running) for replica in model.replicas]

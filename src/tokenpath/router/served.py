@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tokenpath.models.dialects.detect import PLAIN, Dialect
-from tokenpath.protocol.errors import DrainingError, NotReadyError, UnavailableError
+from tokenpath.protocol.errors import (
+    AsleepError,
+    DrainingError,
+    NotReadyError,
+    UnavailableError,
+)
 from tokenpath.protocol.pooling import PoolingInput
-from tokenpath.protocol.replica import ModelCard, Replica, ReplicaState, Task
+from tokenpath.protocol.replica import RESTING, ModelCard, Replica, ReplicaState, Task
 
 LOADING_RETRY_S = 5.0
 """Retry-After of a model that is loading: loading takes seconds to minutes."""
+ASLEEP_RETRY_S = 60.0
+"""Retry-After of a model that sleeps until somebody wakes it on purpose."""
 
 
 class TextTokenizer(Protocol):
@@ -84,6 +91,8 @@ class ServedModel:
     task: Task = "generate"
     inputs: InputReader | None = None
     """None for a model that generates."""
+    wakes: bool = True
+    """Whether a request wakes a sleeping replica (the spec's ``engine.when_asleep``)."""
 
     @property
     def card(self) -> ModelCard:
@@ -95,8 +104,18 @@ class ServedModel:
 
     @property
     def ready(self) -> bool:
-        """Whether some replica can answer."""
-        return any(replica.state is ReplicaState.READY for replica in self.replicas)
+        """Whether some replica can answer, were it after a wake."""
+        return any(self.takes(replica) for replica in self.replicas)
+
+    def takes(self, replica: Replica) -> bool:
+        """Whether a replica takes requests in its present state."""
+        state = replica.state
+        return state is ReplicaState.READY or (self.wakes and state in RESTING)
+
+    @property
+    def state(self) -> ReplicaState:
+        """That of the replica that is closest to answering."""
+        return min((replica.state for replica in self.replicas), key=_CLOSENESS.index)
 
     def unready(self) -> UnavailableError:
         """The error that says why no replica can answer."""
@@ -106,6 +125,11 @@ class ServedModel:
                 f"Model '{self.name}' is still loading; try again in a moment.",
                 retry_after_s=LOADING_RETRY_S,
             )
+        if states & RESTING:
+            return AsleepError(
+                f"Model '{self.name}' sleeps, and requests do not wake it.",
+                retry_after_s=ASLEEP_RETRY_S,
+            )
         if ReplicaState.DRAINING in states:
             return DrainingError(
                 f"Model '{self.name}' is shutting down.", retry_after_s=LOADING_RETRY_S
@@ -113,3 +137,16 @@ class ServedModel:
         return UnavailableError(
             f"No replica of model '{self.name}' is running.", retry_after_s=LOADING_RETRY_S
         )
+
+
+_CLOSENESS = (
+    ReplicaState.READY,
+    ReplicaState.FALLING_ASLEEP,
+    ReplicaState.WAKING,
+    ReplicaState.ASLEEP,
+    ReplicaState.LOADING,
+    ReplicaState.PENDING,
+    ReplicaState.DRAINING,
+    ReplicaState.FAILED,
+    ReplicaState.STOPPED,
+)

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from tokenpath.protocol.errors import UnavailableError
 
-SCHEMA_REVISION = "0001"
+SCHEMA_REVISION = "0002"
 """The newest migration. Known here so that opening a current database needs no Alembic."""
 BUSY_TIMEOUT_S = 5.0
 """How long a statement waits for another process's write."""

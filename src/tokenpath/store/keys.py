@@ -35,6 +35,7 @@ _KEYS = sa.table(
     sa.column("created_at", sa.Integer),
     sa.column("revoked_at", sa.Integer),
     sa.column("last_used_at", sa.Integer),
+    sa.column("admin", sa.Boolean),
 )
 
 
@@ -49,6 +50,8 @@ class KeyRecord:
     revoked_at: datetime | None
     last_used_at: datetime | None
     """None if never used; written some time after the use."""
+    admin: bool = False
+    """Whether it may operate the server, beside asking models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class ValidKey:
     key_id: int
     name: str
     sha256: bytes
+    admin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +93,11 @@ class KeyStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(self, name: str, *, now: datetime) -> NewKey:
-        """Make a key. Raises ``InvalidRequestError`` if the name is no short printable text."""
+    def create(self, name: str, *, now: datetime, admin: bool = False) -> NewKey:
+        """Make a key, with ``admin`` one that may operate the server.
+
+        Raises ``InvalidRequestError`` if the name is no short printable text.
+        """
         if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_CHARACTERS:
             raise InvalidRequestError(
                 f"a key's name must be 1 to {MAX_NAME_CHARACTERS} printable characters"
@@ -101,6 +108,7 @@ class KeyStore:
             "prefix": secret[:PREFIX_CHARACTERS],
             "sha256": key_hash(secret),
             "created_at": int(now.timestamp()),
+            "admin": admin,
         }
         with self._database.write() as connection:
             inserted = connection.execute(_KEYS.insert().values(row).returning(*_RECORD_COLUMNS))
@@ -161,15 +169,16 @@ class KeyStore:
 
     def snapshot(self) -> KeySnapshot:
         """The keys as they are now."""
+        keys = _KEYS.c
         query = sa.select(
-            _KEYS.c.key_id, _KEYS.c.name, _KEYS.c.prefix, _KEYS.c.sha256, _KEYS.c.revoked_at
+            keys.key_id, keys.name, keys.prefix, keys.sha256, keys.revoked_at, keys.admin
         )
         valid: dict[str, tuple[ValidKey, ...]] = {}
         with self._database.read() as connection:
             rows = connection.execute(query).all()
         for row in rows:
             if row.revoked_at is None:
-                key = ValidKey(key_id=row.key_id, name=row.name, sha256=bytes(row.sha256))
+                key = ValidKey(row.key_id, row.name, bytes(row.sha256), bool(row.admin))
                 valid[row.prefix] = (*valid.get(row.prefix, ()), key)
         return KeySnapshot(ever_created=bool(rows), valid=valid)
 
@@ -181,11 +190,12 @@ _RECORD_COLUMNS = (
     _KEYS.c.created_at,
     _KEYS.c.revoked_at,
     _KEYS.c.last_used_at,
+    _KEYS.c.admin,
 )
 
 
 def _record(row: Sequence[Any]) -> KeyRecord:
-    key_id, name, prefix, created_at, revoked_at, last_used_at = row
+    key_id, name, prefix, created_at, revoked_at, last_used_at, admin = row
     return KeyRecord(
         key_id=key_id,
         name=name,
@@ -193,6 +203,7 @@ def _record(row: Sequence[Any]) -> KeyRecord:
         created_at=datetime.fromtimestamp(created_at, UTC),
         revoked_at=_moment(revoked_at),
         last_used_at=_moment(last_used_at),
+        admin=bool(admin),
     )
 
 

@@ -49,7 +49,7 @@ def turns(
                     tiers.wait(_WAIT_S)
                 continue
             rows = runner.run(plan)
-            sampled = {"bench": int(rows[0].argmax())} if len(rows) else {}
+            sampled = {"bench": [int(rows[0].argmax())]} if len(rows) else {}
             scheduler.commit(plan, sampled)
             if tiers is not None:
                 tiers.computed(plan.tokens, time.perf_counter() - planned)

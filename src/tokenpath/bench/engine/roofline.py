@@ -1,9 +1,9 @@
 """The machine's own limits: how fast it reads memory, and how fast it multiplies.
 
-Both are measured with operands several times larger than the last-level cache, as a model's weights
-are, on as many threads as the engine has. A limit is what the best of several methods reaches. On a
-shared machine it wanders by half within seconds, so that an engine is held against the limit of its
-own moment: ``Probe`` measures it again, with the best method, before and after each work.
+Both are measured with operands larger than the last-level cache, as a model's weights are, on as
+many threads as the engine has. A limit is what the best of several methods reaches. On a shared
+machine it wanders by half within seconds, so that an engine is held against the limit of its own
+moment: ``Probe`` measures it again, with the best method, before and after each work.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ _WIDTH = 4096
 _OUTPUTS = 4096
 """A product's weight is 4096 by 4096."""
 _CACHES = 4
-"""Operands are so many times the size of the last-level cache."""
+"""Operands are so many times the size of the last-level cache, within the next two bounds."""
 _LEAST_BYTES = 256 << 20
+_MOST_BYTES = 512 << 20
+"""Unless the cache alone is larger: a virtual machine is told of hundreds of megabytes, which it
+shares with others, and operands of gigabytes would take minutes and the memory of the model."""
 _UNKNOWN_CACHE_BYTES = 32 << 20
 _METHOD_S = 0.5
 _LEAST_RUNS = 3
@@ -69,7 +72,7 @@ class Probe:
     def __init__(self, product: Product, *, threads: int) -> None:
         """Try all methods on so many threads; takes some seconds."""
         self._threads = threads
-        self._size = max(_LEAST_BYTES, _CACHES * last_level_cache_bytes())
+        self._size = operand_bytes(last_level_cache_bytes())
         with self._on_threads():
             reads = read_methods(self._size)
             found = {
@@ -115,6 +118,13 @@ class Probe:
         finally:
             torch.set_num_threads(before)
             time.sleep(_FALL_ASLEEP_S)
+
+
+def operand_bytes(cache_bytes: int) -> int:
+    """Of operands that a last-level cache of ``cache_bytes`` cannot hold."""
+    return max(
+        _LEAST_BYTES, min(_CACHES * cache_bytes, max(_MOST_BYTES, cache_bytes + cache_bytes // 8))
+    )
 
 
 def last_level_cache_bytes(folder: Path = _CACHE_FOLDER) -> int:

@@ -57,6 +57,8 @@ def run(
     loaded = load(local, settings, name=name, around=around, progress=reporter.loading)
     session = Session(loaded.core, runners[0], step_tokens=settings.max_step_tokens, seed=seed)
     reporter.say("warming up")
+    if loaded.core.speculator is not None:
+        loaded.core.speculator.paused = True
     session.warm_up()
     plain = [work for work in works if isinstance(work, Prefill | Decode)]
     spans: dict[Prefill | Decode, list[Span]] = {work: [] for work in plain}
@@ -79,7 +81,7 @@ def run(
     loaded.core.check_integrity()
     compared = {
         work.name: tasks.measure(
-            loaded.runner,
+            loaded,
             work,
             step_tokens=settings.max_step_tokens,
             rounds=rounds,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tokenpath.bench.engine import sharing, tiering
+from tokenpath.bench.engine import sharing, speculating, tiering
 from tokenpath.bench.engine.first_token import Say
-from tokenpath.bench.engine.works import Sharing, Task, Tiering
-from tokenpath.engine.runner import ModelRunner
+from tokenpath.bench.engine.loaded import LoadedModel
+from tokenpath.bench.engine.works import Sharing, Speculating, Task, Tiering
 
 
 class TaskFigure(Protocol):
@@ -23,9 +23,10 @@ class TaskFigure(Protocol):
 
 
 def measure(
-    runner: ModelRunner, task: Task, *, step_tokens: int, rounds: int, seed: int, say: Say
+    loaded: LoadedModel, task: Task, *, step_tokens: int, rounds: int, seed: int, say: Say
 ) -> TaskFigure:
     """Run a task. Raises ``EngineError`` if what it compares did not happen."""
+    runner = loaded.runner
     match task:
         case Tiering():
             return tiering.measure(
@@ -35,3 +36,5 @@ def measure(
             return sharing.measure(
                 runner, task, step_tokens=step_tokens, rounds=rounds, seed=seed, say=say
             )
+        case Speculating():
+            return speculating.measure(loaded, task, rounds=rounds, say=say)

@@ -18,6 +18,7 @@ STEP_OVERHEAD = "step_overhead"
 STRUCTURED_OVERHEAD = "structured_overhead"
 _NAME = re.compile(
     r"(?P<one>prefill|tiers|shared)_(?P<tokens>[1-9]\d{0,6})"
+    r"|(?P<text>edit|json|prose)_(?P<answers>[1-9]\d{0,3})"
     r"|(?P<kind>decode|structured)_(?P<sequences>[1-9]\d{0,3})_(?P<context>[1-9]\d{0,6})"
 )
 
@@ -126,7 +127,28 @@ class Sharing:
         return 2
 
 
-Task = Tiering | Sharing
+@dataclass(frozen=True, slots=True)
+class Speculating:
+    """Answers to real prompts with and without speculation; see ``bench.engine.speculating``."""
+
+    kind: str
+    """``edit``: code that is repeated with a change; ``json``: records in a schema's form;
+    ``prose``: a story."""
+    sequences: int
+    output_tokens: int = 128
+    """Of each sequence."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}_{self.sequences}"
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Most tokens that a sequence of the work comes to have, by any common tokenizer."""
+        return 800 + self.output_tokens
+
+
+Task = Tiering | Sharing | Speculating
 """A work with a measurement of its own."""
 Work = Prefill | Decode | Task
 OVERHEAD_WORK = Decode(8, 64)
@@ -187,6 +209,11 @@ def check_fit(
             )
 
 
+def speculate(works: Iterable[Work]) -> bool:
+    """Whether the engine must be able to speculate."""
+    return any(isinstance(work, Speculating) for work in works)
+
+
 def most_sequences(works: Iterable[Work]) -> int:
     """The largest batch of any of the works."""
     return max((work.sequences for work in works), default=1)
@@ -197,9 +224,12 @@ def _parse(name: str) -> Work:
     if found is None:
         raise SpecError(
             f"--only: {name!r} is no work; works are prefill_TOKENS, decode_SEQUENCES_CONTEXT, "
-            f"structured_SEQUENCES_CONTEXT, tiers_TOKENS, shared_TOKENS and {STEP_OVERHEAD}, "
-            "such as prefill_512,decode_8_1024"
+            "structured_SEQUENCES_CONTEXT, tiers_TOKENS, shared_TOKENS, edit_SEQUENCES, "
+            f"json_SEQUENCES, prose_SEQUENCES and {STEP_OVERHEAD}, such as prefill_512,"
+            "decode_8_1024"
         )
     if found["one"]:
         return _OF_TOKENS[found["one"]](int(found["tokens"]))
+    if found["text"]:
+        return Speculating(found["text"], int(found["answers"]))
     return Decode(int(found["sequences"]), int(found["context"]), found["kind"] == "structured")

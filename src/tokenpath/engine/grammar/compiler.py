@@ -84,6 +84,13 @@ class GrammarCompiler:
         """Grammars, and refusals, that are kept."""
         return len(self._done)
 
+    @property
+    def oldest(self) -> object | None:
+        """What has been compiled for longest among what is being compiled; None if nothing is."""
+        with self._lock:
+            running = [job for job in self._jobs.values() if job.began is not None]
+        return min(running, key=lambda job: job.began or 0.0, default=None)
+
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """A grammar, waiting for it if need be.
 

@@ -7,6 +7,7 @@ It can go several tokens forward and back again, so that drafted tokens can be t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -37,23 +38,62 @@ class CompiledGrammar:
 
         ``end_ids`` are the tokens that may end it, ``field`` is what errors name.
         """
-        return GrammarState(self, end_ids, field)
+        ends = _Ends(frozenset(end_ids), _bits(end_ids, self.words))
+        return GrammarState(self, self.matcher.deep_copy(), ends, field)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The tokens that may end an output."""
+
+    ids: frozenset[int]
+    words: Words
 
 
 class GrammarState:
     """One output's place in its grammar. Used from one thread at a time."""
 
-    def __init__(self, grammar: CompiledGrammar, end_ids: Collection[int], field: str) -> None:
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        matcher: LLMatcher,
+        ends: _Ends,
+        field: str,
+        *,
+        tokens: int = 0,
+        ended: bool = False,
+    ) -> None:
+        """Made by ``CompiledGrammar.begin``. ``matcher`` is this state's own."""
         self.words = grammar.words
         """32-bit words of a mask: token ``i`` is bit ``i % 32`` of word ``i // 32``."""
-        self.tokens = 0
+        self.tokens = tokens
         """How many tokens it has come forward, an end included."""
         self._grammar = grammar
-        self._matcher: LLMatcher = grammar.matcher.deep_copy()
-        self._ends = frozenset(end_ids)
-        self._end_words = _bits(self._ends, grammar.words)
-        self._ended = False
+        self._matcher = matcher
+        self._ends = ends
+        self._ended = ended
         self._field = field
+
+    def copy(self) -> GrammarState:
+        """The same place, to try tokens that may not be the output's: a matter of microseconds.
+
+        Whatever becomes of the copy, this one stays as it is.
+        """
+        return GrammarState(
+            self._grammar,
+            self._matcher.deep_copy(),
+            self._ends,
+            self._field,
+            tokens=self.tokens,
+            ended=self._ended,
+        )
+
+    def forced(self) -> bytes:
+        """The text that must come next, whatever tokens it is cut into; often empty."""
+        if self.finished:
+            return b""
+        with library_faults():
+            return bytes(self._matcher.compute_ff_bytes())
 
     @property
     def complete(self) -> bool:
@@ -73,7 +113,7 @@ class GrammarState:
         """
         matcher = self._matcher
         if self.finished:
-            words[:] = self._end_words
+            words[:] = self._ends.words
             return
         with library_faults():
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -81,7 +121,7 @@ class GrammarState:
             raise self._stuck()
         words &= self._grammar.no_ends
         if matcher.is_accepting():
-            words |= self._end_words
+            words |= self._ends.words
 
     def advance(self, token_id: int) -> None:
         """Go forward by a token that was allowed.
@@ -113,7 +153,7 @@ class GrammarState:
     def _step(self, token_id: int) -> bool:
         if self._ended:
             return False
-        if token_id in self._ends:
+        if token_id in self._ends.ids:
             self._ended = self.complete
         else:
             taken = bool(self._matcher.try_consume_tokens([token_id]))

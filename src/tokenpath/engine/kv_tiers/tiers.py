@@ -273,15 +273,22 @@ class KvTiers:
             kv_dropped_blocks_total=counts.dropped,
         )
 
-    def close(self, kept: Iterable[tuple[BlockName, int]] = (), *, within_s: float = 2.0) -> None:
+    def close(
+        self,
+        kept: Iterable[tuple[BlockName, int]] = (),
+        *,
+        keep: bool = True,
+        within_s: float = 2.0,
+    ) -> None:
         """Stop, without waiting for a disk that does not answer.
 
         Where blocks survive, ``kept`` (names and blocks of the pool) and what the host holds are
-        written first, as far as the time suffices.
+        written first, as far as the time suffices. Without ``keep`` no block survives this end.
         """
         deadline = self._clock() + within_s
         io = self._io
-        if io is not None and self._survive:
+        survive = self._survive and keep
+        if io is not None and survive:
             for name, block in kept:
                 if self._clock() >= deadline:
                     break
@@ -296,7 +303,7 @@ class KvTiers:
         if io is not None:
             io.close(max(0.1, deadline - self._clock()))
         if self._folder is not None:
-            self._folder.close(keep=self._survive)
+            self._folder.close(keep=survive)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant."""

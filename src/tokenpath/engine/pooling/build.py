@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from tokenpath.engine.pooling.core import PoolingCore
 from tokenpath.engine.pooling.encoder_weights import EncoderWeights
 from tokenpath.engine.pooling.readers import ClassifierReader, DecoderReader, EncoderReader, Reader
 from tokenpath.engine.precision import settle_dtype, torch_dtype
+from tokenpath.engine.warm_up import rehearse_pooling
 from tokenpath.models import memory
 from tokenpath.models.encoder_model import EncoderModel
 from tokenpath.models.local import LocalModel
@@ -43,9 +45,11 @@ def build_pooling_engine(
     name: str,
     progress: Progress | None = None,
     available_bytes: Callable[[], int] = memory.available_bytes,
+    warm: bool = False,
 ) -> PoolingCore:
     """Load a model and put a pooling engine around it.
 
+    With ``warm`` it has read an input before: the first request waits for nothing but its own.
     Sets torch's number of threads for the whole process.
 
     Raises:
@@ -79,12 +83,15 @@ def build_pooling_engine(
         dimensions=loaded.reader.width if task == "embed" else None,
         labels=list(labels),
     )
+    make_queue = functools.partial(
+        PoolingQueue, max_step_tokens=settings.max_step_tokens, max_step_inputs=settings.max_running
+    )
+    if warm:
+        rehearse_pooling(PoolingCore(loaded.reader, make_queue(), card=card), progress)
     process = psutil.Process()
     return PoolingCore(
         loaded.reader,
-        PoolingQueue(
-            max_step_tokens=settings.max_step_tokens, max_step_inputs=settings.max_running
-        ),
+        make_queue(),
         card=card,
         resident_bytes=lambda: int(process.memory_info().rss),
     )

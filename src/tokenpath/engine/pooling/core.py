@@ -160,8 +160,8 @@ class PoolingCore:
             resident_bytes=self._resident_bytes(),
         )
 
-    def close(self) -> None:
-        """Nothing of it outlives the process."""
+    def close(self, *, keep_kv: bool = True) -> None:
+        """Nothing of it outlives the process, and it has no KV to keep."""
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant. Between steps only."""

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenpath.protocol.events import Finish, FinishReason, TokenLogprob, Usage
-from tokenpath.protocol.replica import Task
+from tokenpath.protocol.replica import ReplicaState, Task
 
 IMPOSSIBLE = -9999.0
 
@@ -183,6 +183,8 @@ class ModelObject(msgspec.Struct, frozen=True):
     """What it is served for, which says which endpoints it answers."""
     dimensions: int | None
     """Width of its embeddings; null if it makes none, and while loading."""
+    state: ReplicaState
+    """Of its replica that is closest to answering."""
 
 
 class ModelList(msgspec.Struct, frozen=True):

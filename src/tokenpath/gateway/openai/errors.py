@@ -79,6 +79,7 @@ def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
 
 _PLACE = re.compile(r" - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _POSITION = re.compile(r"^JSON is malformed: (?P<what>.*) \(byte (?P<at>\d+)\)$")
 _WORDS = {
     "int": "an integer",
@@ -100,6 +101,10 @@ def _misfit(text: str) -> InvalidRequestError:
     if missing:
         param = f"{path}.{missing['name']}" if path else missing["name"]
         return InvalidRequestError(f"Field '{param}' is required.", param=param)
+    unknown = _UNKNOWN.match(what)
+    if unknown and not path:
+        name = unknown["name"]
+        return InvalidRequestError(f"There is no field '{name}' here.", param=name)
     if not path:
         return InvalidRequestError("The body must be a JSON object.")
     if path.rpartition(".")[2] == "role" and "enum" in what:

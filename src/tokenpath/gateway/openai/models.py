@@ -50,5 +50,12 @@ def _described(model: ServedModel) -> ModelObject:
     with suppress(UnavailableError):  # loading
         context, dimensions = model.card.max_context_tokens, model.card.dimensions
     return ModelObject(
-        model.name, "model", model.created, "tokenpath", context, model.task, dimensions
+        model.name,
+        "model",
+        model.created,
+        "tokenpath",
+        context,
+        model.task,
+        dimensions,
+        model.state,
     )

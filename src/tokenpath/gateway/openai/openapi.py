@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tokenpath.config.spec import Limits
+from tokenpath.gateway.admin import ModelStatus, ModelStatusList, NoOptions, SleepOrder
 from tokenpath.gateway.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -28,6 +29,7 @@ from tokenpath.gateway.openai.pooling_schema import (
     ScoreRequest,
 )
 from tokenpath.gateway.openai.schema import ChatCompletionRequest, CompletionRequest
+from tokenpath.protocol.replica import ReplicaState
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (
@@ -55,12 +57,19 @@ _POOLING = (
     ("classify", "Give each text a label.", ClassifyRequest, ClassificationList),
 )
 """The paths under ``/v1`` that make vectors, each with its request and its answer."""
+_ORDERS = (
+    ("sleep", "Put a model to sleep: its memory is given back.", SleepOrder),
+    ("wake", "Load a sleeping model again.", NoOptions),
+    ("reload", "Replace a model's engine without dropping a request.", NoOptions),
+)
+_ADMIN_TYPES = (SleepOrder, NoOptions, ModelStatus, ModelStatusList)
 _FAILURES = {
     "400": "The request is wrong; `param` names the field.",
     "401": "An API key is required.",
     "403": "The caller may not do this.",
     "404": "The model, or the path, is not here.",
     "405": "The path does not take this method.",
+    "409": "The model's state does not allow it.",
     "408": "The body took too long to arrive.",
     "413": "The body is too large.",
     "429": "A queue is full; `Retry-After` says when to come back.",
@@ -69,11 +78,28 @@ _FAILURES = {
     "504": "The request ran longer than it may.",
 }
 _PROBE = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
+_READY = {
+    "type": "object",
+    "properties": {
+        "status": {"type": "string"},
+        "models": {
+            "type": "object",
+            "additionalProperties": {"type": "string", "enum": [*ReplicaState]},
+        },
+    },
+    "required": ["status", "models"],
+}
 
 
-def openapi_document(limits: Limits, models: Sequence[str]) -> dict[str, Any]:
-    """The document, with this deployment's models and bounds where they narrow the schema's."""
-    _, schemas = msgspec.json.schema_components(_TYPES, ref_template=_REF)
+def openapi_document(
+    limits: Limits, models: Sequence[str], *, admin: bool = False
+) -> dict[str, Any]:
+    """The document, with this deployment's models and bounds where they narrow the schema's.
+
+    With ``admin`` the paths by which the server is operated are in it.
+    """
+    types = (*_TYPES, *_ADMIN_TYPES) if admin else _TYPES
+    _, schemas = msgspec.json.schema_components(types, ref_template=_REF)
     _narrow(schemas, limits, models)
     return {
         "openapi": "3.1.0",
@@ -104,30 +130,40 @@ def openapi_document(limits: Limits, models: Sequence[str]) -> dict[str, Any]:
             "/v1/models": {"get": _get("models", "List the served models.", _ref("ModelList"))},
             "/v1/models/{id}": {
                 "get": _get("model", "Describe one served model.", _ref("ModelObject"))
-                | {
-                    "parameters": [
-                        {
-                            "name": "id",
-                            "in": "path",
-                            "required": True,
-                            "schema": {"type": "string"},
-                        }
-                    ]
-                }
+                | _in_path("id")
             },
             "/health": {"get": _get("health", "Whether the server is alive.", _PROBE, key=False)},
-            "/ready": {"get": _get("ready", "Whether a model can answer.", _PROBE, key=False)},
+            "/ready": {"get": _get("ready", "Whether a model can answer.", _READY, key=False)},
             "/metrics": {"get": _text("metrics", "Metrics for Prometheus.", "text/plain")},
             "/openapi.json": {
                 "get": _get("openapi", "This document.", {"type": "object"}, key=False)
             },
             "/docs": {"get": _text("docs", "This document as a page.", "text/html")},
+            **(_admin_paths() if admin else {}),
         },
         "components": {
             "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _in_path(name: str) -> dict[str, Any]:
+    schema = {"type": "string"}
+    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": schema}]}
+
+
+def _admin_paths() -> dict[str, Any]:
+    path = "/admin/models/{name}"
+    every = _get("statuses", "Every model's state.", _ref("ModelStatusList"))
+    one = _get("status", "One model's state.", _ref("ModelStatus")) | _in_path("name")
+    orders: dict[str, Any] = {}
+    for verb, summary, order in _ORDERS:
+        operation = _call(verb, summary, order.__name__, "ModelStatus") | _in_path("name")
+        operation["requestBody"]["required"] = False
+        operation["responses"] |= _failures("409")
+        orders[f"{path}/{verb}"] = {"post": operation}
+    return {"/admin/models": {"get": every}, path: {"get": one}, **orders}
 
 
 def _narrow(schemas: dict[str, Any], limits: Limits, models: Sequence[str]) -> None:
@@ -162,7 +198,7 @@ def _failures(*statuses: str) -> dict[str, Any]:
             "description": _FAILURES[status],
             "content": {"application/json": {"schema": _ref("ErrorBody")}},
         }
-        for status in statuses or _FAILURES
+        for status in statuses or _FAILURES.keys() - {"409"}
     }
 
 
