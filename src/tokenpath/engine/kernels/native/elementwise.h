@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "layout.h"
+#include "matrix_tiles.h"
 #include "vec.h"
 
 namespace tokenpath::ISA {
@@ -61,10 +62,13 @@ inline void quantize_tile(const QuantizeArgs& args, size_t tile, int begin) {
     const Quantized& to = args.to;
     const size_t first = to.tiling.begin(tile), height = to.tiling.begin(tile + 1) - first;
     const int end = begin + QUANTIZE_COLUMNS < to.columns ? begin + QUANTIZE_COLUMNS : to.columns;
+    const bool matrices = in_matrices(args.by_run, to.columns, to.tiling.rows);
+    // Values that lie together, and the way from them to the row's next ones.
+    const size_t together = matrices ? MATRIX_COLUMNS : 4, step = together * height;
     for (size_t m = 0; m < height; m++) {
         const float* x = args.x + (first + m) * args.stride;
         const F32 factor = splat(to.factor[first + m]);
-        int8_t* q = to.values + first * to.columns + (begin / 4 * height + m) * 4;
+        int8_t* values = to.values + first * to.columns + m * together;
         for (int run = begin; run < end; run += RUN) {
             const int stop = run + RUN < end ? run + RUN : end;
             const size_t place = first * to.runs() + size_t(run / RUN) * height + m;
@@ -85,7 +89,11 @@ inline void quantize_tile(const QuantizeArgs& args, size_t tile, int begin) {
                 int32_t quads[GROUP / 4];
                 store(quads, __builtin_convertvector(a, I8x16));
                 store(quads + LANES / 4, __builtin_convertvector(b, I8x16));
-                for (int i = 0; i < GROUP / 4; i++, q += height * 4) std::memcpy(q, quads + i, 4);
+                int8_t* q = values + size_t(k) / together * step + size_t(k) % together;
+                if (matrices)
+                    std::memcpy(q, quads, GROUP);
+                else
+                    for (int i = 0; i < GROUP / 4; i++, q += step) std::memcpy(q, quads + i, 4);
                 const int32_t group = sum(a + b);
                 const size_t g = size_t(k / GROUP);
                 int16_t* sums = to.group_sum + (first * to.pairs() + g / 2 * height + m) * 2;

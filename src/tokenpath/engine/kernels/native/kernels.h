@@ -11,8 +11,9 @@ namespace tokenpath {
 
 struct Kernels {
     const char* name;
-    int tile_rows;
-    void (*matmul_panel)(const MatmulArgs&, int panel);
+    size_t (*tile_rows)(bool int8, int columns, size_t rows);
+    size_t (*matmul_groups)(const MatmulArgs&);
+    void (*matmul_panel)(const MatmulArgs&, int panel, size_t group, size_t groups);
     void (*scale_row)(const QuantizeArgs&, size_t row);
     void (*quantize_tile)(const QuantizeArgs&, size_t tile, int begin);
     void (*norm_row)(const float* x, const float* weight, float eps, int columns, float* to, bool add);
@@ -29,6 +30,9 @@ extern const Kernels portable_kernels;
 #if defined(TOKENPATH_X86)
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
+#endif
+#if defined(TOKENPATH_AMX)
+extern const Kernels amx_kernels;
 #endif
 
 // Those that this processor can run, fastest first.

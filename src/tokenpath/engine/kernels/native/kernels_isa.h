@@ -23,12 +23,9 @@ static void merge(const AttendArgs& args, const AttendUnit& unit, void* scratch)
 
 extern const Kernels TOKENPATH_TABLE(ISA);
 const Kernels TOKENPATH_TABLE(ISA) = {
-    TOKENPATH_STRING(ISA), ISA::TILE_ROWS,
-    ISA::matmul_panel,     ISA::scale_row,
-    ISA::quantize_tile,    ISA::norm_row,
-    ISA::split_row,        attend,
-    merge,                 ISA::chunk_maxima,
-    ISA::chunk_sums,
+    TOKENPATH_STRING(ISA), ISA::tile_rows,     ISA::matmul_groups, ISA::matmul_panel,
+    ISA::scale_row,        ISA::quantize_tile, ISA::norm_row,      ISA::split_row,
+    attend,                merge,              ISA::chunk_maxima,  ISA::chunk_sums,
     sizeof(ISA::AttendScratch), ISA::UNIT_ROWS,
 };
 

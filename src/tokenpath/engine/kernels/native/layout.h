@@ -43,7 +43,8 @@ struct Tiling {
 };
 
 // Activations as a product eats them, tile after tile. A tile of h rows that begins with row r is
-//   values       [K / 4][h][4] from values + r * K on,
+//   values       [K / 4][h][4] from values + r * K on; [K / 64][h][64] where a product is computed
+//                in matrices (matrix_tiles.h),
 //   run_scale, run_shift   [runs][h] from + r * runs on,
 //   group_sum    [pairs of groups][h][2] from + r * 2 * (pairs of groups) on:
 // what one instruction multiplies lies together, and a tile is a single stream of memory.

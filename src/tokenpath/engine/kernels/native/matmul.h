@@ -23,6 +23,7 @@
 #pragma once
 
 #include "layout.h"
+#include "matrix_tiles.h"
 #include "vec.h"
 
 namespace tokenpath::ISA {
@@ -215,11 +216,62 @@ inline TileFunction tile_of(int bits, size_t height) {
     return bits == 8 ? tile_int8<M> : tile_int4<M>;
 }
 
-// All rows of one panel.
-inline void matmul_panel(const MatmulArgs& args, int panel) {
+#if defined(__AMX_INT8__)
+
+// Tiles `begin` to `end` of one panel, in matrices.
+inline void matrix_panel(const MatmulArgs& args, int panel, size_t begin, size_t end) {
+    const Weights& w = *args.weights;
+    const Tiling& tiling = args.activations.tiling;
+    const size_t runs = args.activations.runs();
+    const uint8_t* own = w.data + size_t(panel) * w.panel_bytes;
+    const size_t parts = end - begin < MOST_PARTS ? end - begin : MOST_PARTS;
+    const F32 s0 = load<F32>(w.scale + panel * PANEL), s1 = load<F32>(w.scale + panel * PANEL + LANES);
+    size_t configured = 0;
+    for (size_t tile = begin; tile < end; tile++) {
+        const size_t row = tiling.begin(tile), height = tiling.begin(tile + 1) - row;
+        if (height != configured) configure(configured = height);
+        // The first tile of a panel that is alone reads ahead in its own; see above.
+        const size_t part = tile - begin;
+        const uint8_t* ahead = parts > 1 ? own + w.panel_bytes + w.panel_bytes / parts * part
+                                         : own + AHEAD_BYTES;
+        const int ask = part < parts ? int(RUN * PANEL / parts) : 0;
+        F32 total[MATRIX_ROWS][2];
+        for (size_t m = 0; m < height; m++) total[m][0] = total[m][1] = F32{};
+        const auto multiply = height > 16 ? multiply_matrix<true> : multiply_matrix<false>;
+        multiply(w, own, args.activations.values + row * w.columns,
+                 args.activations.run_scale + row * runs, args.activations.run_shift + row * runs,
+                 height, ahead, ask, total);
+        for (size_t m = 0; m < height; m++)
+            finish_tile(args, panel, row + m, total[m][0] * s0, total[m][1] * s1);
+    }
+    _tile_release();
+}
+
+#endif
+
+// Parts into which a product's tiles are cut, each of them done for all panels before the next: so
+// many that the activations of a part stay in a cache near the core.
+inline size_t matmul_groups(const MatmulArgs& args) {
+#if defined(__AMX_INT8__)
+    const Weights& w = *args.weights;
+    const size_t rows = args.activations.tiling.rows;
+    if (in_matrices(w.bits == 8, w.columns, rows))
+        return (rows * size_t(w.columns) + GROUP_BYTES - 1) / GROUP_BYTES;
+#endif
+    return 1;
+}
+
+// All rows of a group, for one panel.
+inline void matmul_panel(const MatmulArgs& args, int panel, size_t group, size_t groups) {
     const Weights& w = *args.weights;
     const Tiling& tiling = args.activations.tiling;
     const size_t tiles = tiling.count();
+#if defined(__AMX_INT8__)
+    if (in_matrices(w.bits == 8, w.columns, tiling.rows)) {
+        matrix_panel(args, panel, tiles * group / groups, tiles * (group + 1) / groups);
+        return;
+    }
+#endif
     const int parts = int(tiles < MOST_PARTS ? tiles : MOST_PARTS);
     const uint8_t* own = w.data + size_t(panel) * w.panel_bytes;
     for (size_t tile = 0; tile < tiles; tile++) {

@@ -227,7 +227,9 @@ void Program::exchange(const Operation& op, const StepInput& step, size_t rows, 
 void Program::execute(const Operation& op, const StepInput& step, int thread) {
     const size_t index = size_t(&op - operations_.data());
     const size_t rows = op.sampled ? step.sampled : step.tokens;
-    const Tiling tiling{rows, size_t(kernels_->tile_rows)};
+    const auto tiles_of = [&](bool int8, int columns) {
+        return Tiling{rows, kernels_->tile_rows(int8, columns, rows)};
+    };
     const auto shares = [&](size_t count, const auto& work) { share(index, thread, count, work); };
     const auto floats = [&](int buffer, size_t row) {
         return buffers_[buffer].floats.data() + row * buffers_[buffer].columns;
@@ -253,6 +255,7 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
             });
             break;
         case Kind::quantize: {
+            const Tiling tiling = tiles_of(op.by_run, op.columns);
             const QuantizeArgs args{floats(op.from, 0), size_t(buffers_[op.from].columns), op.weight,
                                     op.eps, op.by_run, buffers_[op.to].view(tiling)};
             shares(rows, [&](size_t t) { kernels_->scale_row(args, t); });
@@ -266,13 +269,17 @@ void Program::execute(const Operation& op, const StepInput& step, int thread) {
         case Kind::matmul: {
             MatmulArgs args{};
             args.weights = &op.matrix;
-            args.activations = buffers_[op.from].view(tiling);
+            args.activations =
+                buffers_[op.from].view(tiles_of(op.matrix.bits == 8, op.matrix.columns));
             args.out = op.to < 0 ? step.logits : buffers_[op.to].floats.data() + op.first;
             args.out_stride = op.to < 0 ? step.vocab : size_t(buffers_[op.to].columns);
             args.output = op.output;
             args.activation = op.activation;
             const size_t panels = size_t(op.matrix.rows + PANEL - 1) / PANEL;
-            shares(panels, [&](size_t panel) { kernels_->matmul_panel(args, int(panel)); });
+            const size_t groups = kernels_->matmul_groups(args);
+            shares(panels * groups, [&](size_t i) {
+                kernels_->matmul_panel(args, int(i % panels), i / panels, groups);
+            });
             break;
         }
         case Kind::split: {
