@@ -38,8 +38,9 @@ def refuse_undivided(
         return
     if hands_over:
         raise SpecError(
-            "roles hand over whole blocks of keys and values, of which each rank of a divided model "
-            "has only a part; leave the roles out, or set tensor_parallel and pipeline_parallel to 1",
+            "roles hand over whole blocks of keys and values, of which each rank of a divided "
+            "model has only a part; leave the roles out, or set tensor_parallel and "
+            "pipeline_parallel to 1",
             param="tensor_parallel" if settings.tensor_parallel > 1 else "pipeline_parallel",
         )
     if settings.kv_tiers.host_bytes:
