@@ -98,7 +98,9 @@ def test_a_client_that_leaves_in_the_middle(server, log, stream, n):
     assert line["stages"]["decode"] > 150
     # The engine's own count: tokens that were never shown, and those that came too late, are in it.
     server.settle()
-    assert line["out"] == server.replica.sent - sent - n + 7 * n
+    # One a choice may be counted and, because it is withdrawn just then, not sent.
+    counted = server.replica.sent - sent - n + 7 * n
+    assert counted <= line["out"] <= counted + n
     assert line["cached"] == 3
 
 

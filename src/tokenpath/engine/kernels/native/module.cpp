@@ -244,7 +244,8 @@ NB_MODULE(_native, m) {
             new (self) Program(std::move(team), find_kernels(kernels));
         }, nb::arg("team"), nb::arg("kernels"))
         .def("rotary", &Program::rotary, nb::arg("inverse_frequencies"), nb::arg("magnitude"))
-        .def("buffer", &Program::buffer, nb::arg("columns"), nb::arg("quantized"), nb::arg("sampled"))
+        .def("buffer", &Program::buffer, nb::arg("columns"), nb::arg("quantized"),
+             nb::arg("sampled") = false)
         .def("join", &Program::join, nb::arg("meeting"))
         .def("embed", [](Program& self, int to, const Weights& matrix, float scale, int first) {
             Operation op = rows(Kind::embed, -1, to, matrix.columns, false);
@@ -252,7 +253,7 @@ NB_MODULE(_native, m) {
             op.scale = scale;
             op.first = first;
             self.append(op);
-        }, nb::arg("to"), nb::arg("matrix"), nb::arg("scale"), nb::arg("first"))
+        }, nb::arg("to"), nb::arg("matrix"), nb::arg("scale"), nb::arg("first") = 0)
         .def("norm", [](Program& self, int from, int to, int columns, uintptr_t weight, float eps,
                         bool add, bool sampled) {
             self.append(norm(Kind::norm, from, to, columns, weight, eps, add, sampled));
