@@ -60,7 +60,7 @@ def test_the_report_says_what_was_measured_and_how(report):
     measured = found["measured"]
     assert measured["dtype"] == "int8"
     assert measured["threads"] == 1
-    assert measured["kernels"] in {"avx512", "avx2", "portable", "torch"}
+    assert measured["kernels"] in {"amx", "avx512", "avx2", "portable", "torch"}
     assert found["machine"]["cpu_model"]
     assert set(found["versions"]) >= {"python", "torch", "numpy"}
     assert found["roofline"]["operand_bytes"] > found["roofline"]["cache_bytes"]

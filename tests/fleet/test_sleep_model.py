@@ -52,11 +52,13 @@ async def test_memory_goes_back_and_answers_stay_the_same(gemma_path):
         assert replica.pid == process.pid
         assert replica.restarts == 0
         await replica.sleep(0.0)
-        # The first grammar leaves something behind, the next ones nothing more.
         slept = process.memory_info().rss
         assert slept < awake - KV_BYTES
-        assert await answer("again", Grammar.regex(r" [0-9], 1[0-9]"))
-        await replica.sleep(0.0)
-        assert process.memory_info().rss < slept + (100 << 20)
+        # A vocabulary (some 190 MB) that is let go of only after the memory was given back may stay
+        # until the next sleep; several must not.
+        for round_ in range(4):
+            assert await answer(f"again {round_}", Grammar.regex(rf" [0-9], 1[0-9]{round_}?"))
+            await replica.sleep(0.0)
+        assert process.memory_info().rss < slept + (400 << 20)
     finally:
         await replica.stop(0.0)

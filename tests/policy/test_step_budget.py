@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tokenpath.policy.foresight import Foresight
@@ -101,6 +101,8 @@ def test_without_streams_a_prompt_has_whole_steps():
     streams=st.integers(1, 8),
     factor=st.floats(2, 20),
 )
+@example(step_s=0.0078125, row_s=0.00390625, token_s=1e-5, pair_s=9.86e-7, streams=1, factor=2.0)
+@example(step_s=0.00218, row_s=4.5e-5, token_s=2.2e-5, pair_s=1e-6, streams=1, factor=2.03)
 def test_any_machine_is_learnt(step_s, row_s, token_s, pair_s, streams, factor):
     machine = Machine(step_s=step_s, row_s=row_s, token_s=token_s, pair_s=pair_s)
     # A target that decoding and the least of a prompt leave room for.

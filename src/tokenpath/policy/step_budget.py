@@ -100,8 +100,9 @@ class StepBudget:
             self._costs[2] / _SCALES[2],
             self._costs[3] / _SCALES[3],
             floor=LEAST_TOKENS,
-            # Estimates are not trusted far beyond what was tried.
-            ceiling=2 * self._largest,
+            # Estimates are not trusted far beyond what was tried: twice the tokens may be five
+            # times the pairs, whose cost the first steps say little of.
+            ceiling=self._largest * 3 // 2,
         )
 
 
